@@ -6,12 +6,13 @@
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
 https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. nano
-is a model of one layer that looks for repetitions from the first step on. "Record n" credits the record in which an
-idea first appeared. docs/tour.md explains all of it; `python -m speedrun site` puts it beside the code. The order:
-configuration, schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, checkpoints,
-log, training, run, kernels. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden
-units), K model width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of
-n-grams, n targets of a token.
+is a model of one layer, which begins by copying what followed a token like this one before. docs/tour.md explains all
+of it; `python -m speedrun site` puts it beside the code.
+
+"Record n" credits the record in which an idea first appeared; a number without a reason is the record's. "Quirk" marks
+what a record does without a known reason, and what equal numbers need. Shapes: T tokens, H heads, D dimensions per
+head, K model width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of
+n-grams.
 """
 
 import argparse
@@ -97,7 +98,7 @@ class Attention(NamedTuple):
 
     window: str  # the kind of window, see `Stage`
     heads_per_pair: int = 1  # 2: pairs of heads attend as one, in a sequence of twice the length, and share keys
-    rotary: bool = True  # queries and keys are rotated by their positions; if not, both start from equal weights
+    rotary: bool = True  # queries and keys are rotated by their positions; if not, both begin with equal weights
     key_offset: float = 0.0  # this fraction of a key, its last dimensions, comes from the token before
 
 
@@ -105,7 +106,8 @@ ATTENTION = {
     "long": Attention("long", key_offset=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    # No positions (NoPE): what followed a token like this one?
+    # No positions (NoPE): with equal weights a token first attends to tokens like itself, and all of a key is from the
+    # token before, so it finds what followed them
     "nope": Attention("long", rotary=False, key_offset=1.0),
 }
 
@@ -125,39 +127,40 @@ class Layer(NamedTuple):
     head_gate: bool = False  # the output of each head is gated
     x0: bool = False  # the embedding is added to the residual stream
     ngram_input: bool = False  # the embeddings of the n-grams that end with the token are added to the layer's input
-    ngram: bool = False  # or after attention
+    ngram: bool = False  # the same embeddings are added after attention
     skip: int | None = None  # the output of this layer is added to the residual stream (U-Net)
     mlps: int = 1  # all with the same input
-    # MUDD: a network mixes the input of layer 0, the output of the layer named here and the residual stream, once into
-    # the residual stream and once into the values. It makes most gates of this layer
+    # MUDD: a network computes two weighted sums of three streams: the input of layer 0, the output of the layer named
+    # here, and the residual stream. One is added to the residual stream, one to the values. The network also makes most
+    # gates of this layer (`MAKERS`)
     mudd: int | None = None
-    # Last layer only: the head's input is the residual stream plus a mix of the input of layer 0, the outputs of these
-    # layers, all value embeddings, and the inputs of this layer's MLPs and attention
+    # Last layer only: the head reads the residual stream plus a weighted sum of the input of layer 0, the outputs of
+    # the layers named here, all value embeddings, and the inputs of this layer's MLPs and attention
     head_mix: tuple[int, ...] = ()
 
 
 GPT2_LAYERS = (
-    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram_input=True),
-    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
-    Layer("paired", half_qk=True, value_embed=True, x0=True),
-    Layer("long", xsa=True, head_gate=True),
-    Layer(None, gate_net=True, x0=True, ngram=True),
-    Layer("paired", half_qk=True, x0=True, ngram=True),
-    Layer(None, skip=3),
-    Layer(None, x0=True, mlps=0),
-    Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
-    Layer(None, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram_input=True),  # 0
+    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),  # 1
+    Layer("paired", half_qk=True, value_embed=True, x0=True),  # 2
+    Layer("long", xsa=True, head_gate=True),  # 3
+    Layer(None, gate_net=True, x0=True, ngram=True),  # 4
+    Layer("paired", half_qk=True, x0=True, ngram=True),  # 5
+    Layer(None, skip=3),  # 6
+    Layer(None, x0=True, mlps=0),  # 7
+    Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),  # 8
+    Layer(None, ngram=True),  # 9
     Layer("long", value_embed=True, attn_input=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
 NANO_LAYERS = (Layer("nope", value_embed=True, ngram_input=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
 class Stage(NamedTuple):
-    """A part of the training steps. Messages and pages count stages from 1."""
+    """A part of the training steps. Error messages count stages from 1."""
 
     duration: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
-    max_doc_len: int  # documents are cut after so many tokens; 0 in all stages: one stream, nothing is cut
+    max_doc_len: int  # documents are cut to this many tokens; 0 in all stages: one stream, nothing is cut
     windows: dict[str, int]  # window size by kind, in positions: paired heads have two a token
     extra_steps: int = 0  # beyond the duration; those of the last stage run at the lowest learning rates
     lr: float = 1.0  # factor on all learning rates: larger batches take larger ones
@@ -167,12 +170,12 @@ class Stage(NamedTuple):
     # Weight of the loss of predicting the next token's prefix, the longest other token that the next one begins with
     # (record 88, @jvarho). The i-th value holds in the i-th of len(prefix) equal parts of the stage
     prefix: tuple[float, ...] = (0,)
-    # Tokens in the sampled softmax of a sequence (record 92), by parts of the stage likewise; 0: all
+    # Tokens in the sampled softmax of a sequence (record 92), by parts of the stage likewise; 0: all, as at the end
     sampled_classes: tuple[int, ...] = (0,)
 
 
 DURATIONS = [duration / 0.9994 for duration in (0.2854, 0.3209, 0.3931)]  # record 92's, which add up to 0.9994
-TAPER = 0.06  # record 92: of all steps the last have 5/6 of the batch. Not measured alone
+TAPER = 0.06  # record 92's: this part of the third duration runs with 5/6 of the batch
 GPT2_STAGES = (
     Stage(
         DURATIONS[0],
@@ -202,7 +205,7 @@ GPT2_STAGES = (
         lr=1.73,
         sampled_classes=(14336, 14336, 24576),
     ),
-    # Rates as the root of the batch
+    # Learning rates scale with the square root of the batch
     Stage(TAPER, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
     Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), extra_steps=20),
 )
@@ -217,21 +220,22 @@ class Group(NamedTuple):
     patterns: str  # globs of parameters, separated by spaces
     lr: float = 0.0  # Adam: learning rate
     lr_mul: float = 1.0  # Muon: factor on muon_lr
-    # Cautious weight decay. Adam subtracts decay * lr^2 of a value, Muon decay * lr * muon_lr^2, at the scheduled rates
+    # Cautious weight decay. Adam subtracts decay * lr^2 of a value, Muon decay * lr_mul * muon_lr^2, as scheduled
     decay: float = 0.0
     beta1: float = 0.9  # Adam: decay of the mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
     # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
     update_interval: tuple[int, int] = (2, 2)
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
-    # Of tables in bf16: gradients are accumulated and reduced in fp16 instead of fp32. It takes half the bytes, and has
-    # three bits more than bf16 from 6e-5 on. Sums above 65,504 would overflow
+    # Of tables in bf16: gradients are accumulated and reduced in fp16 instead of fp32, in half the bytes. Above 6e-5 it
+    # has three bits more than bf16; sums above 65,504 would overflow
     fp16_sums: bool = False
 
 
 EVERY_STEP = (1, 1)
 MLP_LR_MUL = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
-ANVIL = dict(decay=2.25, beta2=0.9, update_interval=EVERY_STEP)  # record 92's; `schedule_muon` has its other numbers
+# Record 92's variant of Muon; `schedule_muon` has its other numbers
+ANVIL = dict(decay=2.25, beta2=0.9, update_interval=EVERY_STEP)
 # Tables of which a sequence reads few rows
 SPARSE = dict(lr=0.56, decay=0.025, beta2=0.95, update_interval=(2, 4), fp16_sums=True)
 GPT2_GROUPS = (
@@ -276,7 +280,7 @@ class EMA(NamedTuple):
     blend: float  # after the last step, row after row: value += blend * (ema - value)
     interval: int = 4  # steps between updates
     offset: int = 1  # a step after which it is updated; -1 counts from the end: the last one
-    at_end: int = 0  # it is also updated after each of so many last steps
+    at_end: int = 0  # it is also updated after each of this many last steps
 
     def rate_at(self, step: int, num_iterations: int) -> float:
         """Return the rate of the update after a step; 0: none."""
@@ -289,14 +293,14 @@ class EMA(NamedTuple):
 
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
-# Record 92's. A rate of 2 / (n + 1) averages about n updates: 298, and every fourth of 298 steps
-SLOW, FAST = 2 / (298 + 1), 2 / (298 // 4 + 1)
+# Record 92's rates. 2 / (n + 1) averages about n updates: 298, 74 = 298 / 4, and 25.5, for no reason that it gives
+SLOW, FAST, FASTEST = 2 / 299, 2 / 75, 4 / 53
 GPT2_EMAS = (
     EMA("lm_head.weight embed.weight", window=298, rate=SLOW, blend=0.65, interval=1),
-    EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
-    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3),
+    EMA(VO_MLP, window=250, rate=FASTEST, blend=1.0, offset=-1),
+    EMA("value_embeds.*", window=250, rate=FASTEST, blend=1.0, offset=3),
     EMA("*.qk_w", window=298, rate=FAST, blend=0.55, at_end=2),
-    # Blends apply in order: this one acts on the result of the second row. The record takes 0.2007 off for that
+    # Blends apply in order, and the second row has replaced these values already: so record 92 lowers this blend
     EMA(VO_MLP, window=298, rate=FAST, blend=0.55 - 0.2007, at_end=2),
 )
 
@@ -313,28 +317,28 @@ class Hyperparameters:
     groups: tuple[Group, ...] = GPT2_GROUPS
     emas: tuple[EMA, ...] = GPT2_EMAS
     # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
-    preset: str = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    preset: str = "gpt2"  # whose values the other flags change; by default gpt2 on a GPU and nano elsewhere
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
     val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = ""  # SHA-256 of the validation tokens; empty: not compared
+    val_sha256: str = ""  # SHA-256 of the validation tokens; empty, as FineWeb is not packed here: not compared
     target_loss: float = 3.28  # validation loss to reach; 0: none
     vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: int = 50256  # end of text, opens every document
     prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
-    canon_file: str = "data/gpt2_canonical.bin"  # invalid tokens: never put behind each token; empty: not used
+    canon_file: str = "data/gpt2_canonical.bin"  # which tokens the tokenizer never puts behind each; empty: not used
     # Training
     num_iterations: int = 1050  # steps, `extra_steps` included
     val_loss_every: int = 250  # steps between validations; 0: only after the last step
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
-    max_attn_len: int = 2560  # longer documents are split for attention, in training: it stays within so many tokens
+    max_attn_len: int = 2560  # in training longer documents are split for attention, into parts of this many tokens
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
     tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
-    loss_scale: float = 1.0  # factor on a sequence's summed loss; never undone, as updates depend on it by eps alone
+    loss_scale: float = 1.0  # factor on a sequence's summed loss; not divided out again: but for eps updates ignore it
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
@@ -343,7 +347,7 @@ class Hyperparameters:
     mlp_dim: int = 2816  # hidden units of an MLP
     gate_net_dim: int = 64  # hidden units of a gate network
     attn_scale: float = 0.085  # factor on the scores of long attention in the first stage, see `Window.extended`
-    short_attn_scale: float = 0.13  # of other kinds
+    short_attn_scale: float = 0.13  # the same for other kinds of windows
     resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
     mix_groups: int = 12  # groups of channels that are weighted separately in the head's mix
     ngram_rows: int = 84_602_880  # rows of the hashed table for n-grams of tokens, a multiple of ngram_order - 1
@@ -360,9 +364,9 @@ class Hyperparameters:
     softcap_range: float = 23.0  # r in the softcap
     softcap_shift: float = 5.0  # d in the softcap
     pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
-    pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
+    pointer_block: int = 2048  # the pointer sees its own block of this many tokens, and the block before
     val_pointer_block: int = 8192  # the same in validation
-    logits_chunk: int = 49152  # tokens whose logits exist at a time, in training; without a pointer in fp32: take 8192
+    logits_chunk: int = 49152  # tokens whose logits exist at a time, in training. Without a pointer they are fp32: 8192
     val_logits_chunk: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
@@ -407,10 +411,9 @@ class Hyperparameters:
         for name, value in vars(self).items():
             if isinstance(value, float | int):  # no comparison holds for NaN
                 self.require(name, 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        for (
-            name
-        ) in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len max_attn_len block_size vocab_size
-            ngram_rows pointer_block val_pointer_block heads_per_matrix""".split():
+        positive = """num_iterations batch_tokens train_seq_len val_tokens val_seq_len max_attn_len block_size
+            vocab_size ngram_rows pointer_block val_pointer_block heads_per_matrix"""
+        for name in positive.split():
             self.require(name, getattr(self, name) > 0, "1 or more")
         self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         self.require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
@@ -431,7 +434,7 @@ class Hyperparameters:
     def check_rows(self):
         """Check the tables. The lengths of sequences, which stages and flags make, are checked in `plan_run`."""
         self.require("num_iterations", self.base_steps >= 0, "at least the extra_steps of all stages")
-        self.require("emas", all(row.window >= row.interval for row in self.emas), "windows in which each moves")
+        self.require("emas", all(row.window >= row.interval for row in self.emas), "window >= interval in every row")
         whole = sum(stage.duration for stage in self.stages)
         self.require("stages", math.isclose(whole, 1), "durations that add up to 1")
         cuts = {stage.max_doc_len > 0 for stage in self.stages}
@@ -439,7 +442,10 @@ class Hyperparameters:
         kinds = {ATTENTION[layer.attention].window for layer in self.layers if layer.attention is not None}
         has_windows = all({*stage.windows} >= kinds for stage in self.stages)
         self.require("stages", has_windows, f"windows for {', '.join(sorted(kinds))} in each, as layers have them")
-        # What nothing would read
+        # Settings that would be ignored
+        names = [row.name for row in self.groups]
+        self.require("groups", len({*names}) == len(names), "a name of its own in each row")
+        self.require("groups", all(min(row.update_interval) > 0 for row in self.groups), "update intervals from 1")
         for row in self.groups:
             self.require("groups", row.beta1 == 0 or row.optimizer != "RowAdam", f"beta1=0 for {row.name}")
             self.require("groups", row.lr == 0 or row.optimizer != "Muon", f"lr_mul instead of lr for {row.name}")
@@ -575,17 +581,17 @@ def make_parser() -> FlagParser:
     parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Hyperparameters):
         flag = f"--{field.name}"
-        choices = get_args(field.type)  # of a Literal; of `int | None` its types
+        args = get_args(field.type)  # the values of a Literal; of `int | None` its types
         if field.name in TABLES:
             continue
         if field.name == "preset":
             parser.add_argument(flag, choices=PRESETS)
         elif get_origin(field.type) is Literal:
-            parser.add_argument(flag, choices=choices)
-        elif bool in (field.type, *choices):
+            parser.add_argument(flag, choices=args)
+        elif bool in (field.type, *args):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(flag, type=choices[0] if choices else field.type)
+            parser.add_argument(flag, type=args[0] if args else field.type)
     return parser
 
 
@@ -596,9 +602,10 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
         sys.exit()
     flags = vars(make_parser().parse_args(argv))
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
+    # Under torchrun a node whose driver fails must not train nano instead
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
-    canon_file = flags.get("canon_file")  # `resolve` goes without the preset's, but not without one that is named here
+    canon_file = flags.get("canon_file")  # the preset's may be missing, see `resolve`; one that is named here may not
     if canon_file and not Path(canon_file).is_file():
         raise UserError(f"--canon_file {canon_file}: there is no such file; python -m data.gpt2_canonical makes gpt2's")
     default = "gpt2" if sees_gpu else "nano"
@@ -610,14 +617,14 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
-    # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
+    # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32; on others it is 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
-    seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
+    seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed  # below 2**31
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
-    # gpt2's mask is made by a tokenizer that may not be at hand; `main` says where a run goes without
+    # gpt2's mask is made by a tokenizer that may not be at hand; `main` logs that a run goes without
     is_canon_missing = cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists()
-    # FP8 products with a scale for each row can only output bf16
+    # FP8 takes compute capability 8.9. Products with a scale for each row can only output bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
@@ -680,18 +687,18 @@ class Window(NamedTuple):
 
     size: int  # positions
     attn_scale: float  # factor on scores
-    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
+    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position; half of a head is rotated
 
     def extended(self, size: int) -> "Window":
         """Return the window at another size, extended by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
 
         Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
         """
-        shrunk = self.size / size
+        ratio = self.size / size
         turns = self.size * self.frequencies / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
         scale = self.attn_scale * (1 + 0.2 * math.log(size / self.size))  # 0.2: the record's
-        return Window(size, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
+        return Window(size, scale, self.frequencies * (ratio + kept * (1 - ratio)))
 
 
 def schedule_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
@@ -721,8 +728,8 @@ class MuonStep(NamedTuple):
     lr: float  # without the factor of the group
     momentum: float
     fast_beta: float  # decay of the fast momentum
-    fast_share: float  # its share beside the slow momentum
-    slow_rate: float  # of the slow momentum
+    fast_share: float  # m = fast_share * fast + (1 - fast_share) * slow
+    slow_rate: float  # slow += slow_rate * (gradient - slow)
     decay: float  # weight decay as in the group's row
     beta2: float  # decay of the neurons' mean squares
 
@@ -736,8 +743,8 @@ def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
 def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> AdamStep:
     """Return the numbers of a group's `count`-th update."""
     lr = group.lr * lr_factor
-    # An update that accumulates twice as many steps as at first has the betas and the decay of two, but the step size
-    # of one. Quirk: bias corrections take the new betas for all `count` updates, also for those made with the old ones
+    # Where a group goes from updates every 2 steps to every 4, an update replaces two: betas are squared, the decay is
+    # doubled, the step size stays. Quirk: bias corrections take the new betas for all `count` updates
     interval_ratio = update_interval_at(group, step, cfg) / group.update_interval[0]
     beta1, beta2 = group.beta1**interval_ratio, group.beta2**interval_ratio
     step_size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
@@ -779,14 +786,14 @@ def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
 def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
     """Return whether a step updates embedding and head as one table (records 51, 53: @varunneal).
 
-    Quirk: the first update after the tied steps is tied, too.
+    Quirk: an update is tied if the one before it could be: so there is one more after the tied steps.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
     return last > 0 and step - update_interval_at(head, step, cfg) < last
 
 
 class StepSchedule(NamedTuple):
-    """The settings of a training step or, if `trains` is false, of the validation before it."""
+    """The settings of a training step or, if `trains` is false, of a validation."""
 
     step: int
     stage: int  # number of its row
@@ -806,8 +813,8 @@ class StepSchedule(NamedTuple):
 def stage_ends(cfg: Hyperparameters) -> list[int]:
     """Return the step at which each stage ends: its share of the base steps, after the extra steps so far."""
     ends = accumulate(stage.duration for stage in cfg.stages)
-    more = accumulate(stage.extra_steps for stage in cfg.stages)
-    return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
+    extra_steps = accumulate(stage.extra_steps for stage in cfg.stages)
+    return [round(cfg.base_steps * end) + extra for end, extra in zip(ends, extra_steps)]
 
 
 def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
@@ -855,7 +862,7 @@ def schedule_validation(step: int, cfg: Hyperparameters) -> StepSchedule:
     """
     schedule = cfg.step_schedules[min(step, cfg.num_iterations - 1)]
     windows = schedule.windows
-    if step == cfg.num_iterations and cfg.final_window:
+    if step == cfg.num_iterations and cfg.final_window and "long" in windows:
         windows = windows | {"long": windows["long"]._replace(size=cfg.final_window)}
     return schedule._replace(
         step=step,
@@ -886,7 +893,7 @@ class AttentionSettings(NamedTuple):
 
 
 def rotary_cos_sin(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines (kinds, 2, positions, D / 4). Inside the model's graph each use would recompute them."""
+    """Return cosines and sines (kinds, 2, positions, D / 4)."""
     angles = positions[:, None] * frequencies[:, None]
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
@@ -900,12 +907,13 @@ def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device
     attn_scales = torch.tensor([window.attn_scale for window in windows], dtype=wide).to(device, non_blocking=True)
     by_kind = torch.stack([window.frequencies for window in windows]).to(wide).to(device, non_blocking=True)
     positions = torch.arange(2 * schedule.seq_len, device=device)
+    # Here, and not in the model's graph, where each use would recompute them
     rotary = compiled(rotary_cos_sin, cfg.compile, dynamic=True)(by_kind, positions, dtype)
     return AttentionSettings(tuple(schedule.windows), window_sizes, attn_scales, rotary)
 
 
 # ---- Data: the same tokens in every step for any number of processes -------------------------------------------------
-NO_TARGET, PAST_END = -1, -2  # targets without a loss: see `DistributedDataLoader.targets`
+NO_TARGET, PAST_END = -1, -2  # targets without a loss: there is none, or it lies behind the end of the sequence
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 BatchPlan = list[tuple[str, np.ndarray]]
 TOKENS_AT_ONCE = 2**20  # of a shard, in which documents are looked for
@@ -917,7 +925,7 @@ def file_version(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-first_version = cache(file_version)  # of a file when the run first read it: `check_data` begins anew
+first_version = cache(file_version)  # as it was when the run first read the file; `check_data` clears it
 
 
 def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
@@ -940,9 +948,10 @@ def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
 
 
 def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> Iterator[tuple[int, int]]:
-    """Yield where each document of a shard begins and ends; of a stream all is one. Tokens are read as they are needed.
+    """Yield where each document of a shard begins and ends; a stream is one. Tokens are read as they are needed.
 
-    A shard has the format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens.
+    Those before the first document are left out. A shard has the format of llm.c: a header of 256 int32 [20240520, 1,
+    number of tokens, 0 ...], then uint16 tokens.
     """
     header = read_numbers(path, "<i4", 3, 0).tolist()
     if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
@@ -1025,7 +1034,7 @@ def val_batches(cfg: Hyperparameters) -> Iterator[BatchPlan]:
 
 
 class DataSummary(NamedTuple):
-    """What is known before the clock starts of the tokens to train on, or to validate on. No step uses it."""
+    """The shards and the hash of a run's training or validation tokens, for checks before the clock starts."""
 
     paths: list[str]  # of the shards
     sha256: str  # of all tokens
@@ -1065,7 +1074,7 @@ def read_sequence(path: str, pieces: np.ndarray, cfg: Hyperparameters) -> np.nda
 
 
 def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
-    """Return the numbers of a file in a shape, or none if no file is named."""
+    """Return the numbers of a file in a shape, or an empty array if no file is named."""
     table = read_numbers(path, dtype, -1, 0) if path else np.empty(0, dtype)
     if path and len(table) != math.prod(shape):
         raise UserError(f"{path}: of another vocabulary; --prefix_file= and --canon_file= go without")
@@ -1079,7 +1088,7 @@ def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
 
 
 def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
-    """Return bits (V, V / 8): bit x of row p says that the tokenizer never puts x behind p (data/gpt2_canonical.py)."""
+    """Return bits (V, V / 8): bit x, of byte x // 8, in row p says that x never follows p (data/gpt2_canonical.py)."""
     return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
 
 
@@ -1380,7 +1389,7 @@ class DistributedDataLoader:
                 yield last_step, exchange, None if loaded is None else loaded[1]
 
 
-# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
+# ---- Layers: linear maps, norm, products in FP8, MLP, rotary embedding -----------------------------------------------
 def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
     """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
     bound = (0.75 / inputs) ** 0.5
@@ -1403,7 +1412,7 @@ def sigmoid_gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) over the last dimension. It saves its result y, which the next product saves anyway, and not x.
+    """x / rms(x) over the last dimension. It saves its result y, which the next product in bf16 saves, too, and not x.
 
     With r = 1 / rms(x) and a gradient g with respect to y = r x, that with respect to x is r (g - y mean(g . y)).
     """
@@ -1426,8 +1435,9 @@ class RMSNorm(torch.autograd.Function):
 norm = RMSNorm.apply
 
 # Inputs, weights and gradients of the layers' products are multiplied by these before they are rounded to FP8. Inputs
-# have unit RMS: over 768 channels |x| <= 27.7, so 16 |x| <= 443 < 448. Weights saturate beyond 7, gradients, in e5m2,
-# beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+# have unit RMS: over 768 channels |x| <= sqrt(768) = 27.7, so 16 |x| <= 443 < 448. Weights saturate beyond 7,
+# gradients, in e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8
+# to layers
 FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
@@ -1438,9 +1448,9 @@ FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
 
 
 def materialize(t: Tensor) -> Tensor:
-    """Return t, and let compiled code store it here, in its precision.
+    """Return t, and make the compiler store it at this point, in its precision.
 
-    Without this each reader may compute t again, or a wider t is stored and each reader casts it.
+    Without this each reader may compute t again, or the compiler stores it before a cast and each reader casts.
     """
     return FORCE_STRIDES(t, t.stride()) if FORCE_STRIDES is not None and torch.compiler.is_compiling() else t
 
@@ -1464,7 +1474,7 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 def row_major(t: Tensor) -> Tensor:
     """Return FP8 numbers t (M, N) in row-major order.
 
-    A kernel transposes: where a compiler stores columns beside a reduction over rows, it takes up to twice as long.
+    A kernel transposes: the compiler's kernels that reduce rows and also store columns take up to twice as long.
     """
     if not (can_use_kernels(t) and t.t().is_contiguous()):
         return t.contiguous()
@@ -1493,7 +1503,7 @@ def fp8_linear_backward(
 
 
 def relu_squared_fp8(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return act = relu(z)^2 (T, N) in FP8, the largest of each row as 448, and what to multiply the rows by (T, 1).
+    """Return act = relu(z)^2 (T, N) in FP8, with the largest of each row as 448, and factors that undo it (T, 1).
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
@@ -1520,7 +1530,7 @@ def relu_squared_backward(grad_q, w_q, act_q, scales, act_scale, has_tma: bool) 
         act = act_q.to(scales.dtype) * scales
         dz = fp8_matmul(grad_q, w_q, FP8_GRAD * FP8_W, scales.dtype) * act.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad_q.dtype)
-        return dz, dz, quantize(act, act_scale, act_q.dtype)  # row-major: `fp8_matmul` copies
+        return dz, dz, quantize(act, act_scale, act_q.dtype)  # `fp8_matmul` transposes where it has to
     (T, N), K = act_q.shape, len(w_q)
     dz_row = torch.empty_like(act_q, dtype=grad_q.dtype)
     dz_col = dz_row.new_empty(N, T)
@@ -1539,7 +1549,7 @@ def relu_squared_backward(grad_q, w_q, act_q, scales, act_scale, has_tma: bool) 
 class FP8ReluSquaredMLP(torch.autograd.Function):
     """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of the activation.
 
-    w2_scales (1, K) is 1 / FP8_W for each column: where a product has scales of rows, it wants some of columns, too.
+    w2_scales (1, K) is 1 / FP8_W for each column: with scales of rows `_scaled_mm` needs scales of columns, too.
     Records scale by the maximum of the step before, which a checkpoint would have to keep.
     """
 
@@ -1562,15 +1572,14 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
         dz_row, dz_col, act_col = relu_squared_backward(grad_q, w2_q, act_q, scales, act_scale, ctx.has_tma)
         grad_w2 = fp8_matmul(grad_q.t(), act_col, FP8_GRAD * act_scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz_row, dz_col, x_q, w1_q, grad.dtype)
-        # Laid out as c_fc: with one gradient in another order PyTorch adds all of them one by one, in 0.28 ms
-        # (measured: one H100)
+        # Laid out as c_fc: if one gradient has another layout, `_foreach_add_` adds all of them one by one
         return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
 
 
 class MLP(nn.Module):
     """A map of x (T, K) to (T, K) through hidden units, whose activation is the square of relu.
 
-    That is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
+    Its loss is 1 to 2% lower than GELU's (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
     """
 
     def __init__(self, cfg: Hyperparameters, scale_per_token: bool):
@@ -1578,7 +1587,7 @@ class MLP(nn.Module):
         K = cfg.model_dim
         self.c_fc = uniform_weight(K, K, cfg.mlp_dim)  # stored transposed, so that Muon can batch it with c_proj
         self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
-        self.scale_per_token = scale_per_token
+        self.scale_per_token = scale_per_token  # MUDD makes a scale for each token, else it is a parameter
         self.fp8 = cfg.layers_fp8
         if self.fp8:
             # A constant. As a buffer it is filled once, and not in every call
@@ -1679,7 +1688,7 @@ def qkv_backward(grads, saved_q, saved_k, cos, sin) -> tuple[Tensor, Tensor]:
     """
     q, k = (norm_rotate_backward(grad, y, r, cos, sin, s) for grad, (y, r, s) in zip(grads, (saved_q, saved_k)))
     dz = quantize(torch.cat([q.flatten(1), k.flatten(1), grads[2]], dim=1), FP8_GRAD, torch.float8_e5m2)
-    return dz, dz  # `fp8_matmul` copies what it wants column-major
+    return dz, dz  # `fp8_matmul` transposes where it has to
 
 
 def qkv_backward_with_kernel(
@@ -1697,9 +1706,9 @@ def qkv_backward_with_kernel(
     dz_col = dz_row.new_empty(N, T)
     first = 0  # column of dz
     for grad, width, saved in zip(grads, widths, (saved_q, saved_k, None)):
-        y, inverse_rms, scale = saved or [grad] * 3  # of values nothing is read
+        y, inverse_rms, scale = saved or [grad] * 3  # for values the kernel reads none of these
         D = grad.shape[3:].numel() if saved else 128  # columns of a program: a head, or some of the values
-        block = 4096 // D  # tokens of a program
+        block = 4096 // D  # tokens of a program, which has that many numbers in registers
         qkv_backward_kernel[triton.cdiv(width, D), triton.cdiv(T, block)](
             grad.contiguous(), y, inverse_rms, scale, cos, sin, dz_row, dz_col, T, width, N, first,
             n=n, D=D, quarter=quarter, factor=FP8_GRAD, is_rotated=saved is not None, BLOCK=block, num_warps=8,
@@ -1710,10 +1719,10 @@ def qkv_backward_with_kernel(
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
 def first_visible_keys(doc_starts: Tensor, window, heads_per_pair: int = 1) -> Tensor:
-    """Return the first key (T,) that each query sees, within its document and a sliding window; it never decreases.
+    """Return the first key that each query sees, within its document and a sliding window; it never decreases.
 
     doc_starts (T,): where the document of each token begins. window () int32: how many positions back a query sees; a
-    tensor, so that a change never recompiles. In pairs of heads a token has two positions.
+    tensor, so that a change never recompiles. In pairs of heads a token has two positions, so there are 2 T queries.
     """
     start = doc_starts.repeat_interleave(heads_per_pair) * heads_per_pair
     return torch.maximum(start, torch.arange(len(start), dtype=torch.int32, device=start.device) - window)
@@ -1727,7 +1736,7 @@ def causal_mask(start: Tensor, extra_mask_mod: Callable | None = None) -> Callab
 
     def sees(b, h, q, kv):
         visible = (q >= kv) & (kv >= start[q])
-        # torch 2.11 compiles no `if extra_mask_mod`
+        # torch 2.11 cannot compile a function as a condition: `is None`
         return visible if extra_mask_mod is None else visible & extra_mask_mod(b, h, q, kv)
 
     return sees
@@ -1740,7 +1749,7 @@ def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None
     first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
     the documents a and b, in blocks of two with a window of three:
 
-        query  keys a a   a a   a b   b b      lists of the query block, and after | padding, which nobody attends to:
+        query  keys a a   a a   a b   b b      the query block's lists; entries behind | are padding
         0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
         1 a         x x   . .   . .   . .
         2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
@@ -1775,10 +1784,13 @@ def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -
 
     A block itself is partial. The next num_full blocks in the direction of `step` are full, those after them partial.
     """
-    slot = own  # 0 to N - 1 again, now as positions in a list
+    slot = torch.arange(len(own), dtype=torch.int32, device=own.device)  # positions in a list
     last = len(own) - 1  # padding names blocks, too: FlexAttention loads the first entry even of an empty list
     full = (own[:, None] + step * (1 + slot)).clamp(0, last)
-    partial = (own[:, None] + step * torch.where(slot == 0, 0, num_full[:, None] + slot)).clamp(0, last)
+    away = torch.where(
+        slot == 0, 0, num_full[:, None] + slot
+    )  # first the block itself, then those behind the full ones
+    partial = (own[:, None] + step * away).clamp(0, last)
     return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
 
 
@@ -1796,7 +1808,7 @@ class BandMask:
         kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
         heads = torch.arange(2)[:, None, None, None]  # the pointer's mask asks for the head: its bias is for both
         visible = (kv >= 0) & sees(None, heads, q, kv.clamp(min=0))
-        # Not -inf, which has no gradient where the pointer's second mask shows nothing
+        # Not -inf, whose gradients are NaN where the pointer's second mask shows nothing
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
 
     def bands(self, t: Tensor) -> Tensor:
@@ -1839,8 +1851,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    # Each query sees a key: itself. 8 warps, as on an H100: with 4 the backward pass, and for half heads the forward
-    # pass, spill registers
+    # Rows are safe as each query sees a key: itself. On an H100 4 warps instead of 8 spill registers in the backward
+    # pass, and for half heads in the forward pass, too
     options: dict = dict(ROWS_GUARANTEED_SAFE=True, bwd_num_warps=8)
     if q.size(-1) == 64:
         options["fwd_num_warps"] = 8
@@ -1874,8 +1886,8 @@ class CausalSelfAttention(nn.Module):
         self.qk_dim = D // 2 if layer.half_qk else D
         self.v_dim = D // 2 if layer.half_v else D
         self.scale_per_token = layer.mudd is not None
-        rows = cfg.heads_per_matrix * D
-        self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
+        matrix_rows = cfg.heads_per_matrix * D
+        self.qk_w = uniform_weight(K, 2 * H * D // matrix_rows, matrix_rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         # On values and on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
@@ -1896,7 +1908,7 @@ class CausalSelfAttention(nn.Module):
         gates: "Gates",
         scale: Tensor,
     ) -> Tensor:
-        """Return the output (T, K) times `scale`, as in `MLP.forward`.
+        """Return the output (T, K) times `scale`, which is () or, with MUDD, (T, 1), as in `MLP.forward`.
 
         value_embed and mudd_values (T, H D): a row of a table, and a mix of streams, that are added to the values.
         """
@@ -1928,11 +1940,11 @@ class CausalSelfAttention(nn.Module):
         qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)]).type_as(x)
         n = self.kind.heads_per_pair
         split = H // n, n, 2 * self.qk_dim // D, 2, D // 4  # of a token: H / n, n, halves, 2, D / 4
-        # Without rotary embedding attention is in bf16: no preset for GPUs has it
+        # Attention without rotary embedding has no form in FP8: no preset for GPUs has it
         if self.cfg.layers_fp8 and torch.is_grad_enabled() and self.kind.rotary:
             q, k, v = FP8QKV.apply(x, qkv_w, context.cos, context.sin, context.scale, split)
         else:
-            # One split of all three: each then writes its gradient where the product reads it, and none is copied
+            # One split of all three: so the backward pass writes their gradients into one buffer
             sizes = [H * self.qk_dim, H * self.qk_dim, H * self.v_dim]
             q, k, v = F.linear(x, qkv_w).split(sizes, dim=1)
             q, k = self.normalize(q.reshape(len(x), *split), k.reshape(len(x), *split), context)
@@ -1946,8 +1958,9 @@ class CausalSelfAttention(nn.Module):
     def normalize(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys: QK-norm (@Grad62304977), and rotary embedding; all shaped as in `rotate`.
 
-        Quirk: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs
-        the heads h and h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
+        Quirk: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs the heads h and
+        h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped: head 1 comes first, at
+        2 t, and is rotated to 2 t + 1.
         """
         if self.kind.rotary:
             q = NormRotate.apply(q, context.cos, context.sin, context.scale)
@@ -1975,8 +1988,9 @@ class CausalSelfAttention(nn.Module):
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
 MUDD, GATE_NET, PARAMETER = "MUDD", "gate network", "parameter"
-# Gates are factors that a layer learns, some for all tokens and some for each. Who makes which: the first that a layer
-# has. A gate network serves the layers from its own up to the next network's
+# Gates are factors that a layer learns, some for all tokens and some for each token. For each gate, its possible makers
+# in order of preference: the first one that the layer has makes it. A gate network serves the layers from its own up to
+# the next network's
 MAKERS = dict(
     to_values=[MUDD],
     to_stream=[MUDD],
@@ -2010,7 +2024,10 @@ GateValues = dict[str, list[float]]  # by name the initial values of gates
 
 
 def gate_inits(number: int, maker: str, cfg: Hyperparameters) -> GateValues:
-    """Return those gates of a layer that `maker` makes. Raise UserError if it has one that nobody makes."""
+    """Return those gates of a layer that `maker` makes, with the record's initial values.
+
+    Raise UserError if one has no maker.
+    """
     layer = cfg.layers[number]
     init: GateValues = {}
     if layer.mudd is not None:
@@ -2029,15 +2046,18 @@ def gate_inits(number: int, maker: str, cfg: Hyperparameters) -> GateValues:
     if layer.skip is not None:
         init["skip"] = [0.5]
     has_net = any(row.gate_net for row in cfg.layers[: number + 1])
-    there = {MUDD: layer.mudd is not None, GATE_NET: has_net, PARAMETER: True}
-    made_by = {name: next((it for it in MAKERS[name] if there[it]), None) for name in init}
-    for name, it in made_by.items():
-        if it is None:
+    available = {MUDD: layer.mudd is not None, GATE_NET: has_net, PARAMETER: True}
+    made = {}
+    for name, values in init.items():
+        makers = [it for it in MAKERS[name] if available[it]]
+        if not makers:
             raise UserError(f"layer {number}: its gate {name} needs a gate_net in this layer or before")
-    return {name: values for name, values in init.items() if made_by[name] == maker}
+        if makers[0] == maker:
+            made[name] = values
+    return made
 
 
-GATE_SCALE = 0.1  # factor on what networks output; that of GPT.gate_nets is a parameter, and begins so
+GATE_SCALE = 0.1  # factor on what networks output: fixed for MUDD and head_net, a parameter for gate_nets
 
 
 class GateNet(nn.Module):
@@ -2050,7 +2070,7 @@ class GateNet(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, init: dict[int, GateValues], groups: int = 0):
         super().__init__()
-        # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5 = 0.25 / GATE_SCALE
+        # bf16 as in the record, which rounds steps of 8e-4 away: a bias of 2.5 = 0.25 / GATE_SCALE never changes
         dtype = getattr(torch, cfg.dtype)
         self.init = init
         bias = [*chain(*(values for gates in init.values() for values in gates.values()))]
@@ -2063,9 +2083,9 @@ class GateNet(nn.Module):
     def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict[int, dict[str, Tensor]]:
         """Return the gates by layer and name: (n, T, 1), with groups (n, T, groups), in the precision of x."""
         hidden = F.gelu(linear(x, self.w1))  # (T, gate_net_dim)
-        values = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]  # (all n, T, 1)
+        values = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]  # (all gates, T, 1)
         if self.w2g is not None:
-            by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])  # (T, all n, groups)
+            by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])  # (T, all gates, groups)
             values = values + scale * by_group.transpose(0, 1)
         sizes = [len(init) for gates in self.init.values() for init in gates.values()]
         parts = iter(values.split(sizes))
@@ -2097,19 +2117,21 @@ class BlockOutputs(NamedTuple):
 
 
 class Block(nn.Module):
-    """A layer. With the gates in `Gates`, and for the residual stream x (T, K):
+    """A layer. With gates g, for the residual stream x (T, K); on the right, what in its row makes it so:
 
-    x <- x + ngram ngrams                                         ngram_input
-    x <- x, with channels of tokens before                        shift
-    x <- x + to_stream . (input of layer 0, outputs[mudd], x)     mudd
-    attn_input = norm(x), or norm(outputs[attn_input])
-    x <- resid[0] x                                               without skip
-    x <- x + sigmoid(skip_lambda) skip outputs[skip]              with skip, instead
-    x <- x + post[0] attention(attn_input)                        attention
-    x <- x + x0 x0                                                x0
-    x <- x + ngram ngrams                                         ngram
-    mlp_input = norm(x)
-    x <- resid[1] x + post[1] mlp(mlp_input) + ...                as many as mlps
+        x <- x + g.ngram * ngrams                                                   ngram_input
+        x <- x, with channels of tokens before                                      shift
+        x <- x + g.to_stream . streams                                              mudd
+        attn_input = norm(x), or norm(outputs[attn_input])                          attn_input
+        x <- g.resid[0] * x, or x + sigmoid(skip_lambda) * g.skip * outputs[skip]   skip
+        x <- x + g.post[0] * attention(attn_input)                                  attention
+        x <- x + g.x0 * x0                                                          x0
+        x <- x + g.ngram * ngrams                                                   ngram
+        mlp_input = norm(x)
+        x <- g.resid[1] * x + g.post[1] * mlp(mlp_input) + ...                      mlps
+
+    With mudd streams are the input of layer 0, which then is x0, too, outputs[mudd], and x. Attention adds
+    g.to_values . streams to its values.
     """
 
     def __init__(self, cfg: Hyperparameters, number: int):
@@ -2158,7 +2180,7 @@ class Block(nn.Module):
             streams = [x0, earlier[layer.mudd].output, x]
             mudd_values = mix(gates.to_values, streams)
             x = x + mix(gates.to_stream, streams)
-        # From an earlier layer: record 77 (@classiclarryd)
+        # Attention may read an earlier layer's output: record 77 (@classiclarryd)
         attn_input = norm(x if layer.attn_input is None else earlier[layer.attn_input].output)
         if layer.skip is None:
             x = resid_attn * x
@@ -2230,10 +2252,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict()
         for i, layer in enumerate(cfg.layers):
             if layer.value_embed:
-                table = torch.empty(vocab_size, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(
-                    0, cfg.value_embed_std
-                )
-                self.value_embeds[str(i)] = Table(table)
+                rows = torch.empty(vocab_size, cfg.num_heads * cfg.head_dim, dtype=dtype)
+                self.value_embeds[str(i)] = Table(rows.normal_(0, cfg.value_embed_std))
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -2243,7 +2263,7 @@ class GPT(nn.Module):
         self.gate_nets = self.make_gate_nets()
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if outputs := cfg.layers[-1].head_mix:
-            # Weights of `head_mix_streams`. Half of the output that is named first is taken off: record 40 (@snimu,
+            # Weights of `head_mix_streams`. That of the output that is named first begins at -0.5: record 40 (@snimu,
             # @classiclarryd)
             of_outputs = [-0.5] + [0.0] * (len(outputs) - 1)
             weights = [0.0, *of_outputs, *[0.0] * len(self.value_embeds), 0.0, 0.0]
@@ -2255,7 +2275,8 @@ class GPT(nn.Module):
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = Table(head.normal_(0, cfg.head_std))
         if cfg.head_from_values:
-            # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
+            # The head begins by predicting what attention finds. Its row for a token: what the token's value embedding
+            # adds to the residual stream, normalized
             last = self.blocks[-1]
             values = self.value_embeds[str(last.number)].weight
             self.lm_head.weight.data[:vocab_size] = F.normalize(linear(values, last.attn.c_proj)).detach()
@@ -2368,9 +2389,9 @@ class GPT(nn.Module):
 class Pointer(nn.Module):
     """Attention over the earlier tokens of a document: which of them comes next?
 
-    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Attention without positions
-    distributes its probability alpha over earlier tokens and a sink, a key of its own for "none of them", whose mass
-    goes back to the vocabulary. `mix_copies` has the formulas. Queries and keys are projections of the head's input. A
+    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Its probability is alpha. Attention
+    without positions splits alpha among earlier tokens and a sink, a key of its own for "none of them", whose part
+    returns to the vocabulary. `mix_copies` has the formulas. Queries and keys are projections of the head's input. A
     sequence is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one
     before.
     """
@@ -2380,6 +2401,7 @@ class Pointer(nn.Module):
         K = cfg.model_dim
         D = cfg.pointer_dim
         self.cfg = cfg
+        # 2, as the proposal draws it: with standard deviation 1 / sqrt(K)
         self.weight = nn.Parameter(2 * uniform_weight(K, 2 * D, K).to(getattr(torch, cfg.dtype)))
         self.sink = nn.Parameter(torch.empty(D).normal_(0, D**-0.5))
         self.gain = nn.Parameter(torch.ones(1))
@@ -2393,8 +2415,8 @@ class Pointer(nn.Module):
     def forward(self, x: Tensor, inputs: ModelInputs) -> Tensor:
         """Return each token's attention mass (T, 2): on all tokens that equal the next one, and on the sink.
 
-        There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
-        one. Both run as two heads with the same queries and keys, whose log-sum-exps are `seen` and `equal`.
+        There are two heads with the same queries and keys. The mask of the first shows all earlier tokens, that of the
+        second those of them that equal the next one. exp(equal - total) is the mass on the latter.
         """
         cfg = self.cfg
         tokens = inputs.tokens
@@ -2430,12 +2452,12 @@ def two_logsumexps(q: Tensor, k: Tensor, mask: BlockMask | BandMask) -> tuple[Te
 
 
 def mix_copies(p, alpha, copy_mass, sink_mass):
-    """Return p', the probability of the next token with its part of alpha, the probability of a copy.
+    """Return p', the probability of the next token after alpha, that of a copy, has been split.
 
     p is the softmax of the next token. copy_mass, sink_mass: what `Pointer` returns. alpha is split between copies and,
     through the sink, the vocabulary without "a copy", where the next token has p / (1 - alpha):
 
-        p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9
+        p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9        so that log p' is finite
     """
     return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
 
@@ -2443,7 +2465,8 @@ def mix_copies(p, alpha, copy_mass, sink_mass):
 def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
     """Return gradients of the loss -weight log p', with scale = weight / p'.
 
-    With respect to the logits it is as of two targets, the next token and a copy: that of logit j is
+    With respect to the logits it has the form of a cross entropy with two targets, the next token and a copy. For
+    logit j it is
 
         (next_weight + copy_weight) softmax_j - next_weight [j is the next token] - copy_weight [j is a copy]
 
@@ -2457,7 +2480,7 @@ def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
 
 # ---- Head: softcapped logits and their cross entropy, in chunks of tokens, in FP8 where the GPU can ------------------
 class Softmax(NamedTuple):
-    """The softmax over softcapped logits of some tokens, up to the sum of exponentials."""
+    """The softmax exps / total over softcapped logits of some tokens."""
 
     sigmoid: Tensor  # (T, V): s = sigmoid(-(z + d) 2 / c) of the logits z
     exps: Tensor  # (T, V): exponentials of the softcapped logits less r
@@ -2469,17 +2492,16 @@ def softcapped_softmax(z: Tensor, targets: Tensor, cfg: Hyperparameters, invalid
     """Return the softmax of the logits z (T, V), which it overwrites. targets (T, n): negative where there is none.
 
     A softcapped logit is l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15
-    since record 18 (@KoszarskyB), lopsided since record 54 (@classiclarryd). invalid: bits (T, V / 8) of tokens whose
+    since record 18 (@KoszarskyB), asymmetric since record 54 (@classiclarryd). invalid: bits (T, V / 8) of tokens whose
     logit becomes -60 (record 91, @jvarho). The padding of the vocabulary is in the softmax, as in the record.
 
         s = sigmoid(-(z + d) 2 / c)
         l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
-
     """
     s = z.add_(cfg.softcap_shift).mul_(-2 / cfg.lm_head_softcap).sigmoid_()  # in place: eager CPUs gain by it
     shifted = -cfg.softcap_range * s
     if invalid is not None:
-        bits = invalid[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
+        bits = (invalid[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device)) & 1
         shifted.masked_fill_(bits.flatten(1) > 0, -60 - cfg.softcap_range)
     target_logits = shifted.gather(1, targets.clamp(min=0))
     exps = shifted.exp_()
@@ -2506,7 +2528,7 @@ def cross_entropy_gradients(
     softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of `target_losses` with respect to z (T, V) and to pointer_mass. Overwrites softmax.exps."""
-    # A target raises its own logit and lowers all by its weight. Quirk: a target PAST_END has no
+    # Each target adds weight * (softmax - [its own logit]). Quirk: a target PAST_END has no
     # loss, but its weight lowers the logits
     target_weights = weights * (targets != NO_TARGET)
     d_pointer_mass = None
@@ -2525,9 +2547,9 @@ def cross_entropy_gradients(
 def cross_entropy(
     z: Tensor, scale: float, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return losses (T,), `scale` times their gradients dz with respect to z (T, V), and those of pointer_mass.
+    """Return losses (T,), and their gradients with respect to z (T, V), times `scale`, and to pointer_mass (T, 2).
 
-    dz is in the precision of z, or in e5m2 where z is in e4m3. z may be overwritten.
+    The first are in the precision of z, or in e5m2 where z is in e4m3. z may be overwritten.
     """
     if can_use_kernels(z) and pointer_mass is not None:
         return cross_entropy_with_kernel(z, scale, targets, weights, pointer_mass, cfg)
@@ -2556,8 +2578,8 @@ def cross_entropy_with_kernel(
     return losses, z.view(torch.float8_e5m2) if fp8 else z, d_pointer_mass
 
 
-# The head's scales, the record's: x of 100 and w of 2 become 448, e4m3's largest number; a gradient of 1.6
-# with respect to a logit, about the largest, becomes 956 of e5m2's 57,344
+# The head's scales are the record's and leave room: x, of unit RMS, may reach 100 and w 2 before they saturate at 448,
+# e4m3's largest number. A gradient of 1.6 with respect to a logit, about the largest, becomes 956 of e5m2's 57,344
 HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -2586,8 +2608,7 @@ def head_loss_fp8(
     z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
     losses, dz, d_pointer_mass = cross_entropy(z, HEAD_FP8_DZ, targets, weights, pointer_mass, cfg)
     grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
-    # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient four numbers at a time, and not
-    # each number alone
+    # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient by atomics of four numbers
     grad_w = fp8_matmul(dz.t(), x_q, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype))
     return losses, grad_x, grad_w, d_pointer_mass
 
@@ -2627,7 +2648,7 @@ class TrainingLoss(torch.autograd.Function):
 def validation_loss(
     x: Tensor, w: Tensor, pointer_mass: Tensor | None, inputs: ModelInputs, cfg: Hyperparameters, invalid: Tensor | None
 ) -> Tensor:
-    """Return the summed loss of z = x @ w.T without gradients, in chunks, in the precision of x."""
+    """Return the summed loss of z = x @ w.T without gradients, in chunks. z is in the precision of x."""
     losses = []
     for start in range(0, len(x), cfg.val_logits_chunk):
         chunk = slice(start, start + cfg.val_logits_chunk)
@@ -2651,7 +2672,7 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
 
 
 def all_gather_objects(own) -> list:
-    """Return what each rank has. Hosts wait for each other, and for no device."""
+    """Return what each rank has. Hosts wait for each other, but not for GPUs."""
     everyone = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own)
@@ -2664,17 +2685,17 @@ class ShardedOptimizer:
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer.
 
-        param_buffer, param_shard    all parameters, of Muon in the precision of activations, and this rank's rows
+        param_buffer, param_shard    all parameters, and this rank's rows; of Muon in the precision of activations
         grad_buffer, grad_shard      this rank's gradients of all, and the sums over all ranks of its own rows
         master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
 
-    groups: the table's row for each parameter; emas: the rows of `emas` that apply to all of them, by number;
+    groups: the row of `groups` for each parameter; emas: the rows of `emas` that apply to all of them, by number;
     grad_dtype: of grad_buffer, if not the parameters': of tables, whose gradients `AccumulatingEmbedding` adds there.
     """
 
     wait_for_grads: Callable[[], object]
     wait_for_params: Callable[[], object]
-    by_matrix = False  # True: a row is a matrix; else 16 numbers, as kernels want addresses that are multiples of 16
+    by_matrix = False  # whether a row of the buffers is a matrix; else it has 16 numbers, as kernels want aligned rows
     has_master = False  # True: master is an fp32 copy; parameters and gradients travel in the precision of activations
 
     def __init__(
@@ -2743,10 +2764,7 @@ class ShardedOptimizer:
 
     @property
     def accumulates(self) -> bool:
-        """Return whether a rank adds up several gradients for an update. A single one is copied, not added to zeros.
-
-        Tables always add: of a table a sequence has a gradient for some rows.
-        """
+        """Return whether gradients are added up. If a matrix has only one for an update, it is copied instead."""
         is_single = self.cfg.batch_sequences == self.ranks.world_size and max(self.groups[0].update_interval) == 1
         return not (self.by_matrix and is_single)
 
@@ -2754,7 +2772,7 @@ class ShardedOptimizer:
         """Start to sum the gradients over the ranks; each gets the sums of its rows.
 
         They travel in their precision, or in that of the parameters if it is shorter. tied: the head's optimizer, whose
-        gradients are added, while it is one table with the embedding.
+        gradients are added, while head and embedding are tied.
         """
         sent = self.grad_buffer  # with one process it is grad_shard, too
         if sent.dtype != self.grad_shard.dtype:
@@ -2836,9 +2854,9 @@ class Adam(ShardedOptimizer):
     """Adam (arXiv:1412.6980), for tables, head, scalars and gates.
 
     In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
-    (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
-    fourth time (`schedule_adam`). Small parameters of several groups share a buffer, whose rows have the numbers of
-    their groups.
+    (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Value embeddings later step
+    every fourth time (`schedule_adam`). Small parameters of several groups share a buffer, whose rows have the numbers
+    of their groups.
     """
 
     def init_state(self) -> dict[str, Tensor]:
@@ -2854,14 +2872,14 @@ class Adam(ShardedOptimizer):
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
         by_param = [(*schedule.updates[group.name], self.cfg.adam_eps) for group in self.groups]
-        numbers = torch.tensor(by_param, dtype=m.dtype).to(m.device, non_blocking=True)
-        by_row = numbers[self.param_of_row, :, None].unbind(1)  # each (rows, 1) or (1, 1)
+        numbers = torch.tensor(by_param, dtype=m.dtype).to(m.device, non_blocking=True)  # (params, numbers)
+        by_row = numbers[self.param_of_row, :, None].unbind(1)  # each (rows, 1), in one group (1, 1)
         scalars = dict(zip((*AdamStep._fields, "eps"), by_row))
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
         update(self.master, grad, m, v, scalars, self.cfg.batch_sequences)
 
 
-NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
+NEWTON_SCHULZ = (  # a, b, c of each step: together they map singular values from 0.003 to 1 / 1.05 close to 1
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
     (3.505298394150, -5.137358782410, 1.968325560615),
@@ -2879,7 +2897,7 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     @varunneal).
     """
     norms = G.norm(dim=(-2, -1), keepdim=True)
-    X = (G / (1.05 * norms + 1e-6)).to(dtype)
+    X = (G / (1.05 * norms + 1e-6)).to(dtype)  # singular values are at most 1 / 1.05
     for a, b, c in NEWTON_SCHULZ:  # X <- a X + b (X X') X + c (X X')^2 X
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -2890,9 +2908,9 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
 def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """Divide neurons of matrices by their RMS, and keep the norm of each matrix.
 
-    Neurons are the longer dimension, rows if both are equal: one for each hidden unit of an MLP. `squares`,
-    (n, rows, 1) or (n, 1, columns), averages their mean squares over steps (NorMuon, arXiv:2510.05491; records 41,
-    @li_zichong, 48, @ChrisJMcCormick).
+    The RMS is over the shorter dimension, so each hidden unit of an MLP has one; of queries and keys it is the input
+    channels that have one. `squares`, (n, rows, 1) or (n, 1, columns), averages mean squares over steps (NorMuon,
+    arXiv:2510.05491; record 41, @li_zichong, record 48, @ChrisJMcCormick).
     """
     dim = -1 if squares.size(-1) == 1 else -2
     squares.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
@@ -2911,7 +2929,7 @@ def muon_update(
     beta2: float,
     sequences: int,
 ):
-    """Update matrices as `Muon` says, with its state and scalars by name. params: rounded copies of the master."""
+    """Update matrices as `Muon` says, with its state and scalars by name. params: the master in the short precision."""
     master, fast, slow = state["master"], state["fast"], state["slow"]
     grad = mean_gradient(grad, sequences, master.dtype)
     fast.lerp_(grad, 1 - scalars["fast_beta"])
@@ -2928,7 +2946,7 @@ def muon_update(
 class Muon(ShardedOptimizer):
     """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), for hidden matrices of one shape.
 
-    With g the mean gradient of the step, in the lerp form of record 15, and two momenta (ANVIL, record 92):
+    With g the mean gradient of the step, and two momenta that are moving averages (ANVIL, record 92):
 
         fast <- b fast + (1 - b) g,    b = momentum, from slow_momentum_from on 0.85
         slow <- 0.98 slow + 0.02 g
@@ -2937,7 +2955,7 @@ class Muon(ShardedOptimizer):
         p <- p - factor lr (u + decay lr p [slow p >= 0])
 
     lr is muon_lr by the schedule, factor the lr_mul of a matrix's group. The weight decay is cautious: it acts only
-    where a step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal).
+    where a value and its slow momentum have the same sign, also before slow_momentum_from (record 43, @varunneal).
     Ranks have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
     """
 
@@ -2987,6 +3005,9 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         else:
             key = emas, group.optimizer, group.update_interval, group.keep_norm, p.dtype
         members.setdefault(key, {})[name] = p  # those with equal keys share an optimizer
+    for row in cfg.emas:
+        if not any(matches(name, row.patterns) for name, _ in gpt.named_parameters()):
+            raise UserError(f"emas: no parameter is named by {row.patterns}")
     embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head.weight"))
     if cfg.tied_frac and (
         embed.patterns != "embed.weight" or head != embed._replace(name=head.name, patterns="lm_head.weight")
@@ -3041,7 +3062,7 @@ def step_optimizers(
 
 # ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
 def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict, sequences: int) -> tuple[Tensor, Tensor]:
-    """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
+    """Return rows and their means of squares after an update as in `NgramTable.update`. v: beta2 times the old one."""
     grad = mean_gradient(grad, sequences, v.dtype)
     v = v + scalars["added"] * grad.square().mean(1, keepdim=True)
     return adam_values(rows.to(v.dtype), grad, v, scalars).to(rows.dtype), v
@@ -3062,13 +3083,10 @@ class NgramTable:
                             Their addresses stay: the model's CUDA graph reads the one and adds to the other
     """
 
-    wait_for_rows: Callable[[], object] = staticmethod(
-        lambda: None
-    )  # waits for rows that are on their way to `fetched`
-
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
+        self.wait_for_rows: Callable[[], object] = lambda: None  # that are on their way to `fetched`
         self.group = find_group("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
         rows = rows_per_rank(cfg, ranks)
@@ -3076,10 +3094,10 @@ class NgramTable:
         self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
         self.v = torch.zeros(rows, 1, dtype=accum_dtype(dtype), device=device)
         longest = max(schedule.seq_len for schedule in cfg.step_schedules)
-        in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
-        most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
-        self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
-        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype(self.group, dtype), device=device)
+        tokens_in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
+        max_rows = min((cfg.ngram_order - 1) * max(tokens_in_cycle, cfg.val_seq_len), cfg.ngram_rows)
+        self.fetched = torch.zeros(max_rows, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
+        self.grads = torch.zeros(max_rows, cfg.model_dim, dtype=sum_dtype(self.group, dtype), device=device)
 
     def all_to_all(
         self, out: Tensor, rows: Tensor, out_counts: list[int], row_counts: list[int]
@@ -3094,7 +3112,7 @@ class NgramTable:
         self.wait_for_rows()  # if others are still on their way, these must come later
         rows = self.rows[exchange.send_rows]
         fetched = self.fetched.detach()[: len(exchange.recv_ids)]
-        # `cache`: each step waits, the first one for real
+        # `cache`: only the first call waits
         self.wait_for_rows = cache(self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts))
 
     def send(self, exchange: RowExchange) -> Callable[[], Tensor]:
@@ -3119,8 +3137,8 @@ class NgramTable:
         """
         self.grads[: len(exchange.recv_ids)].zero_()
         if self.ranks.world_size > 1:  # several ranks may have read a row
-            # It sums in fp32 and in a fixed order. index_add_ adds fp16 numbers one by one, atomically, to zeros that
-            # are written first
+            # embedding_bag as a sum of segments: in fp32, in a fixed order, without zeros to be written first, unlike
+            # index_add_
             sums = F.embedding_bag(exchange.order, sums, exchange.offsets, mode="sum")
         now = schedule.updates[self.group.name]
         ids = exchange.unique_rows
@@ -3133,7 +3151,7 @@ class NgramTable:
         self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rows that differ from their initial zeros, on the host. v alone may have decayed to 0."""
+        """Return on the host the rows that have changed: either is not 0, as v may have decayed to 0."""
         both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
         ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
@@ -4037,7 +4055,7 @@ if triton:
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
+        for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32, but e5m2 keeps only 2 bits of mantissa
             total = tl.dot(grad_q.load([t, k]), w_q.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
         act = act_q.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
@@ -4067,12 +4085,13 @@ if triton:
             y_own = tl.load(y + at + d, inside, other=0).to(tl.float32)
             along_y = tl.sum(dz * y_own, 1)[:, None] / D / s
             own = s * dz - along_y * y_own
-            partner = d + quarter * (1 - d // quarter % 2 * 2)  # what d is rotated with
+            is_second = (d // quarter) % 2  # of the two quarters of a half
+            partner = d + quarter * (1 - 2 * is_second)  # the dimension that d is rotated with
             g_partner = tl.load(grad + at + partner, inside, other=0).to(tl.float32)
             other = s * g_partner - along_y * tl.load(y + at + partner, inside, other=0)
             angle = (t * n + head % n) * quarter + d % quarter
             c = tl.load(cos + angle, inside, other=0).to(tl.float32)
-            back = own * c + tl.where(partner < d, 1, -1) * other * tl.load(sin + angle, inside, other=0)
+            back = own * c + (2 * is_second - 1) * other * tl.load(sin + angle, inside, other=0)
             rotated = tl.where(d < 2 * quarter, back, own)
             dz = rotated * tl.load(inverse_rms + t * (width // D) + head, t < T)
         dz = (dz.to(grad.dtype.element_ty).to(tl.float32) * factor).to(dz_row.dtype.element_ty)  # the cast saturates
@@ -4100,7 +4119,7 @@ if triton:
 
     @triton.jit
     def tanh(x):
-        """Return tanh(x) by one instruction, to 2^-11 of it: a logit moves by at most 0.006, by e4m3 0.06.
+        """Return tanh(x) by one instruction. Its error moves a logit by at most 0.006; e4m3 rounds that by 0.06.
 
         With tl.sigmoid and tl.exp a logit of stage 3 took 58 instructions instead of 32, which decide the time.
         """
@@ -4125,7 +4144,8 @@ if triton:
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient with respect to the logits. Twin: `cross_entropy`.
 
-        bits: softcap_range / ln 2, as tl.exp2 takes one instruction.
+        slope, shift: s = (1 + tanh(slope z + shift)) / 2. bits: softcap_range / ln 2, as tl.exp2 takes one instruction.
+        factor: of dz, the FP8 scale and the derivative of the softcap.
         """
         row = tl.program_id(0).to(tl.int64)
         z += row * V

@@ -170,8 +170,9 @@ def kernel_moves(source: str, arguments: dict[str, Any], mutated: list[str]) -> 
             loads, stores = ((count[kind] + count["atomic_add"]) * indices for kind in ("load", "store"))
             loads *= not name.startswith("out_ptr")  # what a kernel reads back of its own output is in a cache
         else:
-            if any(t is other for other, *_ in moves):
-                continue  # under another name, as a part of the kernel does not read it
+            same = (other for other, *_ in moves if other.storage_offset() == t.storage_offset())
+            if any(torch._C._is_alias_of(t, other) for other in same):
+                continue  # a kernel gets it under several names if it reads one of them
             stores = nbytes(t) * bool(name in mutated or re.search(rf"store\({name}\b|\b{name}\.store\(", body))
             if "width" in arguments:  # of N columns it stores so many
                 stores = stores * arguments["width"] // arguments["N"]

@@ -17,7 +17,8 @@ EMA = train_gpt.EMA("w", window=30, rate=0.5, blend=1.0)
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_parameter_without_exactly_one_row_is_refused_by_name(gpt2, rows: int):
-    gpt = GPT(dataclasses.replace(gpt2, groups=gpt2.groups + (MUON._replace(patterns="mlp.*ext* *.extra"),) * rows))
+    more = tuple(MUON._replace(name=name, patterns="mlp.*ext* *.extra") for name in "ab"[:rows])
+    gpt = GPT(dataclasses.replace(gpt2, groups=gpt2.groups + more))
     gpt.blocks[1].register_parameter("extra", nn.Parameter(torch.zeros(3, 3)))
     with pytest.raises(UserError, match=rf"^blocks.1.extra: {rows} rows of `groups`"):
         build_optimizers(gpt, Ranks())
@@ -28,6 +29,12 @@ def test_a_parameter_in_the_row_of_the_ngrams_is_refused_by_name(gpt2):
     groups = [row._replace(patterns="*.skip_lambda smear_lambda") if row.name == "lambdas" else row for row in groups]
     with pytest.raises(UserError, match=r"^blocks\.\S*: group ngrams has optimizer RowAdam, expected one of"):
         build_optimizers(GPT(dataclasses.replace(gpt2, groups=groups)), Ranks())
+
+
+def test_averages_of_no_parameter_are_refused(gpt2):
+    cfg = dataclasses.replace(gpt2, emas=[*gpt2.emas, EMA._replace(patterns="*.nothing")])
+    with pytest.raises(UserError, match=r"^emas: no parameter is named by \*\.nothing"):
+        build_optimizers(GPT(cfg), Ranks())
 
 
 def test_tied_tables_need_equal_rows(gpt2):
