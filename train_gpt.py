@@ -1436,8 +1436,8 @@ norm = RMSNorm.apply
 
 # Inputs, weights and gradients of the layers' products are multiplied by these before they are rounded to FP8. Inputs
 # have unit RMS: over 768 channels |x| <= sqrt(768) = 27.7, so 16 |x| <= 443 < 448. Weights saturate beyond 7,
-# gradients, in e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8
-# to layers
+# gradients, in e5m2, beyond 896. FP8 came to layers with records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and
+# 90 (@Glitchfix)
 FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
