@@ -40,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, repeat
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
 
@@ -412,6 +412,8 @@ class Hyperparameters:
         ) in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len max_attn_len block_size vocab_size
             ngram_rows pointer_block val_pointer_block heads_per_matrix""".split():
             self.require(name, getattr(self, name) > 0, "1 or more")
+        for name in "cooldown_frac min_lr_frac tied_frac muon_momentum".split():
+            self.require(name, getattr(self, name) <= 1, "a number from 0 to 1")
         self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         self.require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
         units = dict(
@@ -1031,14 +1033,24 @@ class DataSummary(NamedTuple):
     sha256: str  # of all tokens
 
 
-def summarize(batches: Iterable[BatchPlan], cfg: Hyperparameters, targets: bool) -> DataSummary:
-    """Read all tokens of batches; targets: with the last target of each sequence. Raise UserError if one is missing."""
+def summarize(batches: Iterable[BatchPlan], schedules: Iterable[StepSchedule], cfg: Hyperparameters) -> DataSummary:
+    """Read all tokens of batches, in training with the last target of each sequence.
+
+    Raise UserError if a token is missing, or if a sequence has more targets than its stage has sampled classes.
+    """
     paths: dict[str, None] = {}  # in order
     sha256 = hashlib.sha256()
-    for path, pieces in chain.from_iterable(batches):
-        paths[path] = None
-        tokens = read_sequence(path, pieces, cfg)
-        sha256.update((tokens if targets else tokens[:-1]).tobytes())
+    for schedule, batch in zip(schedules, batches):
+        for path, pieces in batch:
+            paths[path] = None
+            tokens = read_sequence(path, pieces, cfg)
+            sha256.update((tokens if schedule.trains else tokens[:-1]).tobytes())
+            needed = chosen_targets(tokens[1:], cfg).sum()
+            if schedule.sampled_classes and not needed <= schedule.sampled_classes <= cfg.padded_vocab:
+                raise UserError(
+                    f"stage {schedule.stage + 1}: `sampled_classes` {schedule.sampled_classes}: expected {needed}, the "
+                    f"different targets of a sequence, to {cfg.padded_vocab}, the rows of the head"
+                )
     return DataSummary([*paths], sha256.hexdigest())
 
 
@@ -1046,7 +1058,8 @@ def check_data(cfg: Hyperparameters) -> dict[str, DataSummary]:
     """Return the summaries of a run's data. Raise UserError unless all of it is there."""
     first_version.cache_clear()
     data = dict(
-        train=summarize(train_batches(cfg), cfg, targets=True), val=summarize(val_batches(cfg), cfg, targets=False)
+        train=summarize(train_batches(cfg), cfg.step_schedules, cfg),
+        val=summarize(val_batches(cfg), repeat(schedule_validation(0, cfg)), cfg),
     )
     if shared := {*data["train"].paths} & {*data["val"].paths}:
         raise UserError(f"{min(shared)}: trains and validates: change --train_files or --val_files")
@@ -1143,11 +1156,13 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
 Cycle = tuple[list[StepSchedule], list[BatchPlan]]
 
 
-def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
-    """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
+def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters, first: int = 0) -> Iterator[Cycle]:
+    """Yield the cycles of a training from a step on, at which one begins, and whose batch is the first.
+
+    The last cycle may end without an update, and drops its n-grams' gradients.
+    """
     group = find_group("ngrams", cfg)
-    first = 0
-    for schedule in cfg.step_schedules:
+    for schedule in cfg.step_schedules[first:]:
         end = schedule.step + 1
         if group.name in schedule.updates or end == cfg.num_iterations:
             yield cfg.step_schedules[first:end], [*islice(batches, end - first)]
@@ -1222,21 +1237,25 @@ def plan_exchange(
     return exchange, places.astype(np.int32)
 
 
+def chosen_targets(next_tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+    """Return a mask (V,) of what any sampled softmax has: all next tokens, with a pointer also the row of a copy."""
+    chosen = np.zeros(cfg.padded_vocab, bool)
+    chosen[next_tokens] = True
+    if cfg.pointer_dim:
+        chosen[cfg.copy_token] = True
+    return chosen
+
+
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
-    All next tokens are among them, with a pointer also the row of a copy. The rest come from a sweep over the
+    All of `chosen_targets` are among them: `summarize` has seen that they fit. The rest come from a sweep over the
     vocabulary, whose k-th token is 20011 k mod V: 20011 and V have no common factor, so V steps visit each token once.
     As in the record, the next sweep begins after all tokens that this one looked at.
     """
     V = cfg.padded_vocab
-    chosen = np.zeros(V, bool)
-    chosen[next_tokens] = True
-    if cfg.pointer_dim:
-        chosen[cfg.copy_token] = True
+    chosen = chosen_targets(next_tokens, cfg)
     missing = count - chosen.sum()
-    if missing < 0:
-        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `sampled_classes` {count} of its stage")
     if missing:
         look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * (offset + np.arange(look)) % V
@@ -1300,6 +1319,14 @@ class DistributedDataLoader:
         signs = sign_row_ids(tokens, self.cfg)
         arrays = tokens, next_tokens, doc_starts, targets, weights, classes, ngram_index, signs
         return ModelInputs(*(None if array is None else self.to_host_tensor(array) for array in arrays))
+
+    def skip(self, batches: Iterable[BatchPlan]):
+        """Move the sweeps on past the first steps of a training, as a resumed run has taken them."""
+        for schedule, batch in zip(self.cfg.step_schedules, batches):
+            if count := schedule.sampled_classes:
+                for i in range(self.ranks.rank, len(batch), self.ranks.world_size):
+                    tokens = read_sequence(*batch[i], self.cfg)
+                    _, self.offsets[i] = sample_classes(tokens[1:], count, self.offsets[i], self.cfg)
 
     def load_cycle(
         self, schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
@@ -3736,9 +3763,9 @@ def train(trainer: Trainer, start: Checkpoint, log: Log) -> int:
     """
     cfg = trainer.cfg
     end = cfg.num_iterations
-    batches = trainer.loader.steps(train_cycles(train_batches(cfg), cfg))
-    for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
-        next(batches)
+    planned = train_batches(cfg)
+    trainer.loader.skip(islice(planned, start.step))
+    batches = trainer.loader.steps(train_cycles(planned, cfg, start.step))
     clock = Clock(start.ms, cfg)
     losses = LossQueue(cfg, clock, log)
     checkpoint = start

@@ -20,7 +20,7 @@ import train_gpt
 from conftest import gpt2_run, losses, refusal, train
 from speedrun import ROOT
 from speedrun.logs import Log
-from train_gpt import LossQueue, Ranks, Trainer, UserError
+from train_gpt import DistributedDataLoader, LossQueue, Ranks, Trainer, UserError
 from world_worker import ENVIRONMENT, Run, wait_for
 
 MORE = "--checkpoint_every 4 --save_checkpoint --ngram_rows 2000".split()  # of which a run trains some
@@ -101,6 +101,19 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     added = log.read_text().removeprefix(before)
     seed = re.search(r"^seed: (\d+), from step 0 on", before, re.M)[1]
     assert re.search(rf"\nseed: {seed}, from step 16 on, .*\nstep:16/20 val.*\nstep:17/20 train", added)
+
+
+def test_a_resumed_run_prepares_no_step_before_its_checkpoint(run_flags, saved, monkeypatch):
+    load_cycle, loaded = DistributedDataLoader.load_cycle, []
+
+    def note(loader, schedules, batches):
+        loaded.extend(schedule.step for schedule in schedules)
+        return load_cycle(loader, schedules, batches)
+
+    monkeypatch.setattr(Trainer, "warm_up", lambda trainer, saved: trainer.load_state_dict(saved))
+    monkeypatch.setattr(DistributedDataLoader, "load_cycle", note)
+    train([*run_flags, "--resume", str(saved)])
+    assert min(loaded) == 16
 
 
 def test_a_run_that_has_ended_or_has_another_name_is_left_alone(run_flags, saved, tmp_path):
