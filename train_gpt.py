@@ -3481,10 +3481,6 @@ class Trainer:
     of the table.
     """
 
-    # For tools that measure a step: a table that moves its rows otherwise, and a profiler's context for a named part
-    table_class = NgramTable
-    part = contextlib.nullcontext
-
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
@@ -3502,7 +3498,7 @@ class Trainer:
             table.grad_buffer = self.grad_view_of[table.weight]
         self.loss_scale = torch.tensor(cfg.loss_scale, dtype=accum_dtype(getattr(torch, cfg.dtype)), device=self.device)
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
-        self.table = self.table_class(cfg, ranks, self.device)
+        self.table = NgramTable(cfg, ranks, self.device)
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.attn_settings: tuple[int, AttentionSettings] | None = None  # number of a stage, and its settings
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
@@ -3532,17 +3528,16 @@ class Trainer:
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
-        with self.part("optimizers"):
-            if self.table.group.name in schedule.updates:  # the cycle ends
-                receive = self.table.send(exchange)  # first, as the next cycle waits for these rows
+        if self.table.group.name in schedule.updates:  # the cycle ends
+            receive = self.table.send(exchange)  # first, as the next cycle waits for these rows
 
-                def turn_cycle():
-                    self.table.update(receive(), exchange, schedule)
-                    self.start_cycle(next_exchange)
+            def turn_cycle():
+                self.table.update(receive(), exchange, schedule)
+                self.start_cycle(next_exchange)
 
-                step_optimizers(self.optimizers, schedule, while_reducing=turn_cycle)
-            else:
-                step_optimizers(self.optimizers, schedule)
+            step_optimizers(self.optimizers, schedule, turn_cycle)
+        else:
+            step_optimizers(self.optimizers, schedule)
         wait_for_loss()
         return loss_and_signals
 
@@ -3621,19 +3616,19 @@ class Trainer:
         # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
         # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
         tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
-        loaded = self.loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
-        (sequences,), exchange = self.loader.to_device(loaded)
+        loader = DistributedDataLoader(self.cfg, self.ranks, self.device)  # its sweep of sampled classes moves on
+        loaded = loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
+        (sequences,), exchange = loader.to_device(loaded)
         return sequences, exchange
 
     def warm_up(self, saved: dict[str, Tensor] | None = None):
         """Run every graph once on dummy batches, then set this rank's state back, or to `saved`."""
         saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state_dict().items()}
-        offsets = [*self.loader.offsets]
-        by_graph = {}  # a schedule for each graph: what its shape depends on
+        by_graph = {}  # a schedule for each graph: its key has what the shapes of `ModelInputs` depend on
         updates: dict[str, AdamStep | MuonStep] = {}  # of all groups, so that each optimizer steps
         for schedule in self.cfg.step_schedules:
-            has_prefix = schedule.prefix_weight > 0
-            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.mtp_weights), has_prefix] = schedule
+            num_targets = len(schedule.mtp_weights) + (schedule.prefix_weight > 0)
+            by_graph[schedule.seq_len, schedule.sampled_classes, num_targets] = schedule
             updates |= schedule.updates
         for schedule in by_graph.values():
             self.train_step(schedule._replace(updates=updates), *self.dummy_batch(schedule))
@@ -3645,7 +3640,6 @@ class Trainer:
         self.exchange = None
         self.table.rows.zero_()  # their initial values: a copy would be too large
         self.table.v.zero_()
-        self.loader.offsets = offsets
         self.load_state_dict(saved)
 
     def peak_memory_mib(self) -> int:
