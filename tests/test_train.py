@@ -210,7 +210,7 @@ def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, 
     monkeypatch.setattr(os, "replace", fill_up)
     train([*flags, "--checkpoint_every=1", "--run_id=full"])
     assert "not saved: OSError(28, 'No space left on device')" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.1.rank0", "full.checkpoint"}
+    assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.step000001.rank0", "full.checkpoint"}
     assert torch.load(before, weights_only=True)["step"] == 1
 
 
