@@ -28,10 +28,10 @@ import json
 import math
 import os
 import resource
-import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zipfile
@@ -41,7 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, repeat
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
 
@@ -90,6 +90,13 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, UserError):
         return error.code
     return {FloatingPointError: 3, KeyboardInterrupt: 130}.get(type(error), 1)
+
+
+def error_line(error: BaseException) -> str:
+    """Return what an error says in one line."""
+    if isinstance(error, ONE_LINE_ERRORS):
+        return str(error) or "interrupted"
+    return f"{type(error).__name__}: {error}"
 
 
 # ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; most other numbers are flags ------
@@ -391,7 +398,7 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
-    resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
+    resume: Literal["", "latest"] = ""  # latest: the newest run in log_dir goes on, of run_id if given
 
     def __post_init__(self):
         """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
@@ -415,6 +422,8 @@ class Hyperparameters:
             vocab_size ngram_rows pointer_block val_pointer_block heads_per_matrix"""
         for name in positive.split():
             self.require(name, getattr(self, name) > 0, "1 or more")
+        for name in "cooldown_frac min_lr_frac tied_frac muon_momentum".split():
+            self.require(name, getattr(self, name) <= 1, "a number from 0 to 1")
         self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         self.require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
         units = dict(
@@ -570,6 +579,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def print_help():
     """Print the fields of `Hyperparameters` as they stand above, with their comments, and nano's values."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads it may have seen enough
     source = inspect.getsource(Hyperparameters)
     print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
     print(source[: source.index("    def ")])
@@ -1040,14 +1050,24 @@ class DataSummary(NamedTuple):
     sha256: str  # of all tokens
 
 
-def summarize(batches: Iterable[BatchPlan], cfg: Hyperparameters, targets: bool) -> DataSummary:
-    """Read all tokens of batches; targets: with the last target of each sequence. Raise UserError if one is missing."""
+def summarize(batches: Iterable[BatchPlan], schedules: Iterable[StepSchedule], cfg: Hyperparameters) -> DataSummary:
+    """Read all tokens of batches, in training with the last target of each sequence.
+
+    Raise UserError if a token is missing, or if a sequence has more targets than its stage has sampled classes.
+    """
     paths: dict[str, None] = {}  # in order
     sha256 = hashlib.sha256()
-    for path, pieces in chain.from_iterable(batches):
-        paths[path] = None
-        tokens = read_sequence(path, pieces, cfg)
-        sha256.update((tokens if targets else tokens[:-1]).tobytes())
+    for schedule, batch in zip(schedules, batches):
+        for path, pieces in batch:
+            paths[path] = None
+            tokens = read_sequence(path, pieces, cfg)
+            sha256.update((tokens if schedule.trains else tokens[:-1]).tobytes())
+            needed = chosen_targets(tokens[1:], cfg).sum()
+            if schedule.sampled_classes and not needed <= schedule.sampled_classes <= cfg.padded_vocab:
+                raise UserError(
+                    f"stage {schedule.stage + 1}: `sampled_classes` {schedule.sampled_classes}: expected {needed}, the "
+                    f"different targets of a sequence, to {cfg.padded_vocab}, the rows of the head"
+                )
     return DataSummary([*paths], sha256.hexdigest())
 
 
@@ -1055,7 +1075,8 @@ def check_data(cfg: Hyperparameters) -> dict[str, DataSummary]:
     """Return the summaries of a run's data. Raise UserError unless all of it is there."""
     first_version.cache_clear()
     data = dict(
-        train=summarize(train_batches(cfg), cfg, targets=True), val=summarize(val_batches(cfg), cfg, targets=False)
+        train=summarize(train_batches(cfg), cfg.step_schedules, cfg),
+        val=summarize(val_batches(cfg), repeat(schedule_validation(0, cfg)), cfg),
     )
     if shared := {*data["train"].paths} & {*data["val"].paths}:
         raise UserError(f"{min(shared)}: trains and validates: change --train_files or --val_files")
@@ -1152,11 +1173,13 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
 Cycle = tuple[list[StepSchedule], list[BatchPlan]]
 
 
-def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
-    """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
+def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters, first: int = 0) -> Iterator[Cycle]:
+    """Yield the cycles of a training from a step on, at which one begins, and whose batch is the first.
+
+    The last cycle may end without an update, and drops its n-grams' gradients.
+    """
     group = find_group("ngrams", cfg)
-    first = 0
-    for schedule in cfg.step_schedules:
+    for schedule in cfg.step_schedules[first:]:
         end = schedule.step + 1
         if group.name in schedule.updates or end == cfg.num_iterations:
             yield cfg.step_schedules[first:end], [*islice(batches, end - first)]
@@ -1231,21 +1254,25 @@ def plan_exchange(
     return exchange, places.astype(np.int32)
 
 
+def chosen_targets(next_tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+    """Return a mask (V,) of what any sampled softmax has: all next tokens, with a pointer also the row of a copy."""
+    chosen = np.zeros(cfg.padded_vocab, bool)
+    chosen[next_tokens] = True
+    if cfg.pointer_dim:
+        chosen[cfg.copy_token] = True
+    return chosen
+
+
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
-    All next tokens are among them, with a pointer also the row of a copy. The rest come from a sweep over the
+    All of `chosen_targets` are among them: `summarize` has seen that they fit. The rest come from a sweep over the
     vocabulary, whose k-th token is 20011 k mod V: 20011 and V have no common factor, so V steps visit each token once.
     As in the record, the next sweep begins after all tokens that this one looked at.
     """
     V = cfg.padded_vocab
-    chosen = np.zeros(V, bool)
-    chosen[next_tokens] = True
-    if cfg.pointer_dim:
-        chosen[cfg.copy_token] = True
+    chosen = chosen_targets(next_tokens, cfg)
     missing = count - chosen.sum()
-    if missing < 0:
-        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `sampled_classes` {count} of its stage")
     if missing:
         look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * (offset + np.arange(look)) % V
@@ -1309,6 +1336,14 @@ class DistributedDataLoader:
         signs = sign_row_ids(tokens, self.cfg)
         arrays = tokens, next_tokens, doc_starts, targets, weights, classes, ngram_index, signs
         return ModelInputs(*(None if array is None else self.to_host_tensor(array) for array in arrays))
+
+    def skip(self, batches: Iterable[BatchPlan]):
+        """Move the sweeps on past the first steps of a training, as a resumed run has taken them."""
+        for schedule, batch in zip(self.cfg.step_schedules, batches):
+            if count := schedule.sampled_classes:
+                for i in range(self.ranks.rank, len(batch), self.ranks.world_size):
+                    tokens = read_sequence(*batch[i], self.cfg)
+                    _, self.offsets[i] = sample_classes(tokens[1:], count, self.offsets[i], self.cfg)
 
     def load_cycle(
         self, schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
@@ -3086,6 +3121,7 @@ class NgramTable:
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
+        self.exchange: RowExchange | None = None  # whose rows were fetched last
         self.wait_for_rows: Callable[[], object] = lambda: None  # that are on their way to `fetched`
         self.group = find_group("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
@@ -3109,6 +3145,7 @@ class NgramTable:
 
     def fetch(self, exchange: RowExchange):
         """Start to fetch the rows that a cycle reads."""
+        self.exchange = exchange
         self.wait_for_rows()  # if others are still on their way, these must come later
         rows = self.rows[exchange.send_rows]
         fetched = self.fetched.detach()[: len(exchange.recv_ids)]
@@ -3167,27 +3204,20 @@ class NgramTable:
 
 # ---- Checkpoints: files that are whole or not there at all -----------------------------------------------------------
 class Checkpoint(NamedTuple):
-    """What a checkpoint has beside the tensors, or with what a new run begins."""
+    """What RUN_ID.checkpoint holds. It names a file of tensors for each rank: RUN_ID.stepSTEP.rankRANK."""
 
     run_id: str
     seed: int
-    must_match: dict[str, str]  # what has to be the same on all ranks, and when the run goes on
+    must_match: dict[str, str]  # what has to be the same when the run goes on: see `fingerprint`
     step: int
     ms: float  # of training
     curves: dict[str, list[tuple[int, float, float]]]  # (step, loss, ms) by name
-    slot: int  # which of a rank's two files has the tensors
-    checksums: list[str]  # of the ranks' files; none before there are any
+    checksums: list[str]  # of the files of tensors
 
 
-@contextlib.contextmanager
-def file_errors(what: str) -> Iterator[None]:
-    """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what}: {error!r:.300}") from error
+def tensor_file(cfg: Hyperparameters, step: int, ranks: Ranks) -> Path:
+    """Return the file of a rank's tensors in a checkpoint."""
+    return Path(cfg.log_dir, f"{cfg.run_id}.step{step:06}.rank{ranks.rank}")
 
 
 def checksum(path: Path) -> str:
@@ -3196,130 +3226,116 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-def load_file(path: Path, expected: str = "") -> dict:
-    """Return what `save_file` wrote. expected: its checksum, where that is known."""
-    with file_errors(f"{path}: not a sound file of this script"):
+def load_file(path: Path, expected: str = "", into: Callable = dict):
+    """Return what `save` wrote, as `into`. expected: its checksum, where that is known."""
+    try:
         if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
             raise ValueError("it is damaged, or of another run, step or rank")
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+        return into(**torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # reading can fail in many ways
+        raise UserError(f"{path}: not a sound file of this script: {error!r:.300}") from error
 
 
-def save_file(path: Path, content: dict | bytes):
-    """Write a file, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                torch.save(content, file)
-        part.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)  # there is one after a failure
+def save(log: "Log", path: Path, content: dict | bytes | None) -> list[str]:
+    """Save a file, whole or not at all, on each rank that has content. Return all checksums; none if a rank has failed.
 
-
-def find_checkpoint(given: Hyperparameters) -> Path | None:
-    """Return the file that --resume names. `latest`: the newest in log_dir, of run_id if given, of a run not complete.
-
-    If all are complete, it is the newest.
+    The disk may be full: the log says so, and training goes on.
     """
-    if given.resume != "latest":
-        return Path(given.resume) if given.resume else None
-    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
-    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
-    return max(unfinished or paths, key=os.path.getmtime, default=None)
+    part = path.with_name(f"{path.name}.part")
+    problem = own = ""
+    try:
+        if content is not None:
+            with part.open("wb") as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    torch.save(content, file)
+            part.replace(path)
+            own = "" if isinstance(content, bytes) else checksum(path)
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter
+        problem = f"not saved: {error!r}"
+        part.unlink(missing_ok=True)
+    problems, checksums = zip(*all_gather_objects((problem, own)))
+    log.write(f"{path}: {max(problems) or 'saved'}", console=True)
+    return [] if any(problems) else [*checksums]
+
+
+def save_checkpoint(trainer: "Trainer", log: "Log", must_match: dict[str, str], step: int, ms: float):
+    """Save the tensors of each rank, then the file that names them. Until that is whole, the last one is."""
+    cfg = trainer.cfg
+    rank = trainer.ranks.rank
+    path = tensor_file(cfg, step, trainer.ranks)
+    checksums = save(log, path, trainer.state_dict() | trainer.table.state())
+    new = Checkpoint(cfg.run_id, cfg.seed, must_match, step, ms, log.curves, checksums)
+    if checksums and save(log, log.path.with_suffix(".checkpoint"), new._asdict() if rank == 0 else None):
+        for other in {*path.parent.glob(f"{glob.escape(cfg.run_id)}.step*.rank{rank}")} - {path}:
+            other.unlink()
 
 
 def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
-    """Return the checkpoint that --resume names; None: a new run."""
-    path = find_checkpoint(given)
-    if path is None:
+    """Return the newest checkpoint, as --resume asks for, of a run that is not complete. None: a new run."""
+    if not given.resume:
         return None
+    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
+    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
+    none = Path(given.log_dir, f"{given.run_id}.checkpoint")
+    path = max(unfinished or paths, key=os.path.getmtime, default=none)
     if path.with_suffix(".json").exists():
         raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    with file_errors(f"{path}: not a sound checkpoint of this script"):
-        saved = Checkpoint(**load_file(path))
-    if given.run_id not in ("", saved.run_id):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
-    return saved
-
-
-def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Return this rank's tensors of a checkpoint; None: a new run."""
-    if not saved.checksums:
-        return None
-    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-    return load_file(folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}", saved.checksums[ranks.rank])
+    return load_file(path, into=Checkpoint) if path.exists() else None
 
 
 # ---- Log: what a run tells, and when ---------------------------------------------------------------------------------
 class Clock:
     """The clock of a run: milliseconds of training, without validations and checkpoints."""
 
-    def __init__(self, ms: float, cfg: Hyperparameters):
-        self.ms_before = ms  # until it was started
-        self.started: float | None = None
+    def __init__(self, cfg: Hyperparameters):
         self.synchronize = getattr(torch, cfg.device).synchronize  # of torch.cpu, where nothing is to be waited for
+
+    def start(self, ms: float):
+        """Go on from `ms`, once the device has done all that it was given, and without the garbage so far."""
+        gc.collect()
+        self.synchronize()
+        self.zero = time.perf_counter() - ms / 1000
 
     @property
     def ms(self) -> float:
         """Return the milliseconds so far."""
-        return self.ms_before + (0.0 if self.started is None else 1000 * (time.perf_counter() - self.started))
+        return 1000 * (time.perf_counter() - self.zero)
 
-    def start(self):
-        """Go on, once the device has done all that it was given."""
+    def stop(self) -> float:
+        """Return the milliseconds, once the device has done all that it was given."""
         self.synchronize()
-        self.started = time.perf_counter()
-
-    def stop(self):
-        """Stop, once the device has done all that it was given."""
-        self.synchronize()
-        self.ms_before = self.ms
-        self.started = None
-
-
-def open_log(path: Path, cfg: Hyperparameters, is_main: bool) -> TextIO | None:
-    """Open the file of a log, on rank 0, to add to it. Refuse to overwrite what another run has written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        goes_on_here = cfg.resume == "latest" or (cfg.resume and Path(cfg.resume).parent.samefile(path.parent))
-        # A resumed run finds its own files here; only a result, of a run that has ended, is in the way
-        suffixes = [".json"] if goes_on_here else [".json", ".checkpoint", ".pt", ".ngrams*"]
-        for suffix in suffixes:
-            for old in path.parent.glob(glob.escape(cfg.run_id) + suffix):
-                raise FileExistsError(str(old))
-        if not is_main:
-            return None
-        if not cfg.resume:
-            path.touch(exist_ok=False)
-        file = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        except BlockingIOError:  # another run writes it
-            raise
-        except OSError:  # the file system has no locks
-            pass
-        return file
-    except OSError as error:
-        raise UserError(f"log {path}: choose another --run_id or --log_dir: {error!r}") from error
+        return self.ms
 
 
 class Log:
     """The log of a run: its curves and, on rank 0, the file LOG_DIR/RUN_ID.txt, lines on the console and the bar."""
 
-    def __init__(self, cfg: Hyperparameters, start: Checkpoint, is_main: bool):
+    def __init__(self, cfg: Hyperparameters, curves: dict[str, list[tuple[int, float, float]]], is_main: bool):
         self.cfg = cfg
-        self.start = start
-        self.curves = dict(start.curves)
+        self.curves = curves
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.file = open_log(self.path, cfg, is_main)
+        self.file: TextIO | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for suffix in [] if cfg.resume else [".json", ".checkpoint", ".pt", ".ngrams*"]:
+                for old in self.path.parent.glob(glob.escape(cfg.run_id) + suffix):
+                    raise FileExistsError(str(old))
+            if is_main:
+                self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
+                try:
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+                except OSError as error:
+                    if isinstance(error, BlockingIOError):  # others say that the file system has no locks
+                        raise
+        except OSError as error:
+            raise UserError(f"log {self.path}: choose another --run_id or --log_dir: {error!r}") from error
 
     def __enter__(self) -> "Log":
         self.bar = tqdm(
             desc="warming up",
-            initial=num_tokens(self.start.step, self.cfg),
+            initial=num_tokens(len(self.curves.get("train_loss", ())), self.cfg),
             total=num_tokens(self.cfg.num_iterations, self.cfg),
             unit="tok",
             unit_scale=True,
@@ -3352,11 +3368,10 @@ class Log:
     def write_stop(self, error: BaseException):
         """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
-        checkpoint = self.path.with_suffix(".checkpoint")
-        resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
-        kind = type(error).__name__
-        what = str(error) or kind if isinstance(error, ONE_LINE_ERRORS) else f"{kind}: {error}"
-        line = f"stopped: {what:.300}{resume}"
+        resume = ""
+        if self.path.with_suffix(".checkpoint").exists():
+            resume = f"; to go on, give the same flags and --resume latest --run_id {self.cfg.run_id}"
+        line = f"stopped: {error_line(error):.300}{resume}"
         with contextlib.suppress(OSError, ValueError):
             if self.path.exists():  # on other nodes it may not
                 with self.path.open("a", encoding="utf-8") as file:
@@ -3365,65 +3380,37 @@ class Log:
                 print(line, flush=True)
 
 
-class LossQueue:
-    """The training losses of the last steps, on their way to the host, so that no step waits for the device."""
+class StepResults:
+    """What the last steps returned, on its way to the host, so that no step waits for the device."""
 
-    def __init__(self, cfg: Hyperparameters, clock: Clock, log: Log):
-        self.cfg = cfg
+    def __init__(self, clock: Clock, log: Log):
         self.clock = clock
         self.log = log
         self.pending: deque = deque()  # (step, what `train_step` returned, the event of its arrival)
-        self.asked_to_stop = False  # whether a signal has asked any rank to stop, as all ranks learn at the same step
+        self.num_signals = 0  # that have asked a rank to stop: all ranks learn of them at the same step
 
     def send(self, step: int, loss_and_signals: Tensor):
-        """Send what `train_step` returned to the host, and log what has arrived: the loss of 8 steps before."""
+        """Send what `train_step` returned to the host, and take what has arrived: the results of 8 steps before."""
         on_host = loss_and_signals.to("cpu", non_blocking=True)
-        arrived = getattr(torch, self.cfg.device).Event()
+        arrived = getattr(torch, loss_and_signals.device.type).Event()
         arrived.record()
         self.pending.append((step, on_host, arrived))
-        self.flush(keep=8 if loss_and_signals.is_cuda else 0)
+        self.take(but=8 if loss_and_signals.is_cuda else 0)
 
-    def flush(self, keep: int = 0):
-        """Wait for all losses but the last `keep`, and log them. Without a bar the console shows some."""
+    def take(self, but: int = 0):
+        """Wait for all results but the last, and log their losses. Without a bar the console shows some."""
         bar = self.log.bar
-        while len(self.pending) > keep:
+        cfg = self.log.cfg
+        while len(self.pending) > but:
             step, on_host, arrived = self.pending.popleft()
             arrived.synchronize()
             loss, num_signals = on_host.tolist()
-            self.asked_to_stop |= num_signals > 0
+            self.num_signals = max(self.num_signals, num_signals)
             self.log.write_loss("train_loss", step, loss, self.clock.ms, console=bar.disable and step % 25 == 0)
-            bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
-
-
-def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> bool:
-    """Save a file beside the log, on each rank that has content. Return whether no rank failed; all ranks take part.
-
-    The disk may be full: the log says so, and training goes on.
-    """
-    path = log.path.with_suffix(suffix)
-    problem = ""
-    try:
-        if content is not None:
-            save_file(path, content)
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter
-        problem = f"not saved: {error!r}"
-    problems = [theirs for theirs in all_gather_objects(problem) if theirs]
-    log.write(f"{path}: {problems[0] if problems else 'saved'}", console=True)
-    return not problems
+            bar.update(cfg.batch_sequences * cfg.step_schedules[step - 1].seq_len)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
-def setup_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
-    """Return this rank's device, or share out the threads of a CPU."""
-    if cfg.device == "cuda":
-        device = torch.device("cuda", ranks.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    if cfg.cpu_threads:
-        torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
-    return torch.device("cpu")
-
-
 class CUDAGraphs:
     """A function whose launches are replayed by a CUDA graph, one for each of its inputs' shapes (record 92).
 
@@ -3472,14 +3459,14 @@ class Trainer:
     of the table.
     """
 
-    # For tools that measure a step: a table that moves its rows otherwise, and a profiler's context for a named part
-    table_class = NgramTable
-    part = contextlib.nullcontext
-
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
-        self.device = setup_device(cfg, ranks)
+        self.device = torch.device("cuda", ranks.local_rank) if cfg.device == "cuda" else torch.device("cpu")
+        if cfg.device == "cuda":
+            torch.cuda.set_device(self.device)
+        elif cfg.cpu_threads:  # of all processes
+            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
@@ -3493,10 +3480,9 @@ class Trainer:
             table.grad_buffer = self.grad_view_of[table.weight]
         self.loss_scale = torch.tensor(cfg.loss_scale, dtype=accum_dtype(getattr(torch, cfg.dtype)), device=self.device)
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
-        self.table = self.table_class(cfg, ranks, self.device)
+        self.table = NgramTable(cfg, ranks, self.device)
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.attn_settings: tuple[int, AttentionSettings] | None = None  # number of a stage, and its settings
-        self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(
@@ -3510,8 +3496,8 @@ class Trainer:
 
         next_exchange: in the last step of a cycle, that of the next one, whose rows then start to travel.
         """
-        if exchange is not self.exchange:  # the first cycle of a run
-            self.start_cycle(exchange)
+        if exchange is not self.table.exchange:  # the first cycle of a run, or what a validation read
+            self.table.fetch(exchange)
         self.table.wait_for_rows()
         if self.attn_settings is None or self.attn_settings[0] != schedule.stage:
             self.attn_settings = schedule.stage, make_attention_settings(schedule, self.cfg, self.device)
@@ -3523,25 +3509,19 @@ class Trainer:
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
-        with self.part("optimizers"):
-            if self.table.group.name in schedule.updates:  # the cycle ends
-                receive = self.table.send(exchange)  # first, as the next cycle waits for these rows
+        if self.table.group.name in schedule.updates:  # the cycle ends
+            receive = self.table.send(exchange)  # first, as the next cycle waits for these rows
 
-                def turn_cycle():
-                    self.table.update(receive(), exchange, schedule)
-                    self.start_cycle(next_exchange)
+            def turn_cycle():
+                self.table.update(receive(), exchange, schedule)
+                if next_exchange is not None:
+                    self.table.fetch(next_exchange)
 
-                step_optimizers(self.optimizers, schedule, while_reducing=turn_cycle)
-            else:
-                step_optimizers(self.optimizers, schedule)
+            step_optimizers(self.optimizers, schedule, turn_cycle)
+        else:
+            step_optimizers(self.optimizers, schedule)
         wait_for_loss()
         return loss_and_signals
-
-    def start_cycle(self, exchange: RowExchange | None):
-        """Start to fetch the rows of a cycle; None: it is not known yet."""
-        self.exchange = exchange
-        if exchange is not None:
-            self.table.fetch(exchange)
 
     def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
         """Add the gradients of a sequence to those before it since the last update. Return its summed loss."""
@@ -3563,16 +3543,8 @@ class Trainer:
             (torch._foreach_add_ if accumulates else torch._foreach_copy_)(*zip(*pairs))
         return loss.detach()
 
-    def blend_emas(self):
-        """Blend the averages into the parameters, after the last step."""
-        for optimizer in self.optimizers:
-            optimizer.blend_emas()
-
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
-        """Return the mask of what no token may be followed by, for the last validation (record 91, @jvarho).
-
-        Validations before the last get zeros, so that all run the same graph.
-        """
+        """Return what may follow no token (record 91, @jvarho); zeros before the last validation, for one graph."""
         bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
@@ -3603,7 +3575,6 @@ class Trainer:
         cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, exchange, _ in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
-        self.start_cycle(self.exchange)  # of the training: its rows are fetched again
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
@@ -3612,19 +3583,19 @@ class Trainer:
         # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
         # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
         tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
-        loaded = self.loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
-        (sequences,), exchange = self.loader.to_device(loaded)
+        loader = DistributedDataLoader(self.cfg, self.ranks, self.device)  # its sweep of sampled classes moves on
+        loaded = loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
+        (sequences,), exchange = loader.to_device(loaded)
         return sequences, exchange
 
     def warm_up(self, saved: dict[str, Tensor] | None = None):
         """Run every graph once on dummy batches, then set this rank's state back, or to `saved`."""
         saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state_dict().items()}
-        offsets = [*self.loader.offsets]
-        by_graph = {}  # a schedule for each graph: what its shape depends on
+        by_graph = {}  # a schedule for each graph: its key has what the shapes of `ModelInputs` depend on
         updates: dict[str, AdamStep | MuonStep] = {}  # of all groups, so that each optimizer steps
         for schedule in self.cfg.step_schedules:
-            has_prefix = schedule.prefix_weight > 0
-            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.mtp_weights), has_prefix] = schedule
+            num_targets = len(schedule.mtp_weights) + (schedule.prefix_weight > 0)
+            by_graph[schedule.seq_len, schedule.sampled_classes, num_targets] = schedule
             updates |= schedule.updates
         for schedule in by_graph.values():
             self.train_step(schedule._replace(updates=updates), *self.dummy_batch(schedule))
@@ -3632,11 +3603,10 @@ class Trainer:
         with torch.no_grad():
             sequences, exchange = self.dummy_batch(schedule)
             self.eval_step(schedule, sequences[:1], exchange, self.invalid_tokens(is_last=False))
-        self.blend_emas()
-        self.exchange = None
+        for optimizer in self.optimizers:
+            optimizer.blend_emas()
         self.table.rows.zero_()  # their initial values: a copy would be too large
         self.table.v.zero_()
-        self.loader.offsets = offsets
         self.load_state_dict(saved)
 
     def peak_memory_mib(self) -> int:
@@ -3664,24 +3634,32 @@ class Trainer:
             optimizer.send_params()()
 
 
-def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms: float) -> Checkpoint:
-    """Save the tensors of each rank, then the file that names them. Return the newest whole checkpoint.
+def first_collective(device: torch.device, ranks: Ranks, limit: float = 120) -> float:
+    """Add up a number of each rank on the devices, and return the milliseconds that it took.
 
-    Two files of a rank take turns, so that the last checkpoint is whole until this one is.
+    Here NCCL connects the GPUs. Where it cannot, it hangs, and PyTorch would notice after half an hour.
     """
-    slot = 1 - last.slot
-    tensors = trainer.state_dict() | trainer.table.state()
-    suffix = f".{slot}.rank{trainer.ranks.rank}"
-    if not save_beside_log(log, suffix, tensors):
-        return last
-    checksums = all_gather_objects(checksum(log.path.with_suffix(suffix)))
-    new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    return new if save_beside_log(log, ".checkpoint", new._asdict() if trainer.ranks.rank == 0 else None) else last
+
+    def give_up():
+        where = f"rank {ranks.rank} of {ranks.world_size}, {device} of {os.uname().nodename}"
+        advice = "NCCL_DEBUG=INFO says why; NCCL_SOCKET_IFNAME names the network interface to take"
+        print(f"train_gpt.py: {where}: no first collective in {limit} s: {advice}", file=sys.stderr)
+        os._exit(2)
+
+    timer = threading.Timer(limit, give_up)
+    timer.daemon = True
+    began = time.perf_counter()
+    timer.start()
+    total = torch.ones((), device=device)
+    start_collective(dist.all_reduce, total)()
+    total.item()  # waits for the device
+    timer.cancel()
+    return 1000 * (time.perf_counter() - began)
 
 
 @contextlib.contextmanager
-def deferred_signals(received: list[str]) -> Iterator[None]:
-    """Add signals that ask to stop to a list, instead of stopping: a checkpoint comes first."""
+def uninterrupted(received: list[str]) -> Iterator[None]:
+    """Let nothing interrupt steps: signals that ask to stop go to a list, and the clock collects garbage in pauses."""
 
     def receive(number: int, _):
         received.append(signal.Signals(number).name)
@@ -3689,110 +3667,66 @@ def deferred_signals(received: list[str]) -> Iterator[None]:
         if received.count("SIGINT") > 1 + dist.is_initialized():
             raise KeyboardInterrupt
 
-    handlers = {}  # what stood there before
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+    gc.disable()  # one collection of all there is took 0.6 s (nanochat issue 477)
     try:
-        with contextlib.suppress(ValueError):  # only the main thread may set them
-            for number in (
-                signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
-            ):  # fmt: skip
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
-                    handlers[number] = signal.signal(number, receive)
+        before = [signal.signal(number, receive) for number in heard]
         yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in zip(heard, before):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector off the clock: one collection of all there is took 0.6 s (nanochat issue 477)."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
         gc.enable()
-        gc.unfreeze()
 
 
-@contextlib.contextmanager
-def off_the_clock(clock: Clock, losses: LossQueue) -> Iterator[None]:
-    """Log all losses, and stop the clock for what is no training. Garbage is collected here."""
-    losses.flush()
-    clock.stop()
-    yield
-    gc.collect()
-    losses.log.bar.unpause()
-    clock.start()
+def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms: float) -> int:
+    """Train from step `first` to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
 
-
-def may_stop(step: int, cfg: Hyperparameters) -> bool:
-    """Return whether a run may stop before a step: no gradient waits for an update."""
-    return step == cfg.num_iterations or step % cfg.common_interval == 0
-
-
-def is_save_due(step: int, cfg: Hyperparameters) -> bool:
-    """Return whether a checkpoint is due before a step. After the last one there is the result."""
-    return cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and step < cfg.num_iterations
-
-
-def is_validation_due(step: int, cfg: Hyperparameters) -> bool:
-    """Return whether a validation is due before a step, or after the last one."""
-    return step == cfg.num_iterations or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
-
-
-def num_graphs(cfg: Hyperparameters) -> int:
-    """Return how many graphs this rank has compiled."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"] if cfg.compile else 0  # importing it takes a second
-
-
-def train(trainer: Trainer, start: Checkpoint, log: Log) -> int:
-    """Train to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
-
-    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
+    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop. ms: on the clock so far.
     """
     cfg = trainer.cfg
     end = cfg.num_iterations
-    batches = trainer.loader.steps(train_cycles(train_batches(cfg), cfg))
-    for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
-        next(batches)
-    clock = Clock(start.ms, cfg)
-    losses = LossQueue(cfg, clock, log)
-    checkpoint = start
-    graphs_before = num_graphs(cfg)
-    with deferred_signals(trainer.stop_signals), without_garbage_collection():
+    planned = train_batches(cfg)
+    trainer.loader.skip(islice(planned, first))
+    batches = trainer.loader.steps(train_cycles(planned, cfg, first))
+    clock = Clock(cfg)
+    results = StepResults(clock, log)
+    counters = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
+    graphs_before = counters["unique_graphs"]
+    with uninterrupted(trainer.stop_signals):
         log.bar.unpause()
-        clock.start()
-        for step in range(start.step, end + 1):
-            just_resumed = step == start.step  # its checkpoint exists and, after the last step, has blended already
+        clock.start(ms)
+        for step in range(first, end + 1):
+            just_resumed = step == first  # its checkpoint exists and, after the last step, has blended already
             if step == end and not just_resumed:
-                trainer.blend_emas()
-            should_stop = losses.asked_to_stop and may_stop(step, cfg)
-            if should_stop or (is_save_due(step, cfg) and not just_resumed):
-                with off_the_clock(clock, losses):
-                    checkpoint = save_checkpoint(trainer, log, checkpoint, step, clock.ms)
-            if should_stop:
-                raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
-            if is_validation_due(step, cfg):  # after saving: a run that resumes here validates, too
-                with off_the_clock(clock, losses):
-                    log.write_loss("val_loss", step, trainer.evaluate(step), clock.ms)
+                for optimizer in trainer.optimizers:
+                    optimizer.blend_emas()
+            may_stop = step == end or step % cfg.common_interval == 0  # no gradient waits for an update
+            stops = may_stop and results.num_signals > 0
+            saves = step < end and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and not just_resumed
+            validates = step == end or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
+            if stops or saves or validates:
+                results.take()
+                ms = clock.stop()
+                if stops or saves:
+                    save_checkpoint(trainer, log, must_match, step, ms)
+                if stops:
+                    raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
+                if validates:  # after saving: a run that resumes here validates, too
+                    log.write_loss("val_loss", step, trainer.evaluate(step), ms)
+                log.bar.unpause()
+                clock.start(ms)
             if step < end:
-                losses.send(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
-    return max(all_gather_objects(num_graphs(cfg) - graphs_before))
+                results.send(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
+    return max(all_gather_objects(counters["unique_graphs"] - graphs_before))
 
 
 # ---- Run: parse, compare, restore, train, report ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
-    env = os.environ
     try:
-        ranks = Ranks(
-            rank=int(env.get("RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-        )
+        given = {name: os.environ.get(name.upper()) for name in Ranks._fields}
+        ranks = Ranks(**{name: int(value) for name, value in given.items() if value})
         if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
             raise ValueError(f"impossible {ranks}")
         if ranks.world_size > 1:
@@ -3805,70 +3739,21 @@ def init_distributed() -> Ranks:
     return ranks
 
 
-def leave_process_group():
-    """Leave the other ranks: a thread that is left was seen to abort a process that had done its work."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def fail_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
-    error = own_failure = None
-    try:
-        yield
-    except Exception as exception:
-        error = exception
-        own_failure = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
-    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own_failure)) if failure}
-    if not failures:
-        return
-    leave_process_group()
-    first_failed = min(failures)
-    code, text = failures[first_failed]
-    # On a node where a rank has failed the first of these speaks, on others their first rank
-    first_here = ranks.rank - ranks.local_rank
-    failed_here = failures.keys() & range(first_here, first_here + ranks.local_world_size)
-    if ranks.rank != min(failed_here, default=first_here):
-        sys.exit(code)
-    if error is None:
-        error = UserError(f"rank {first_failed}: {text}")
-        error.code = code
-    raise error
-
-
-def is_first_to_fail() -> bool:
-    """Return whether no other rank has failed before: then this one knows why the run ends. Asks the ranks' store."""
+def end_unless_first(error: BaseException, ranks: Ranks):
+    """Return on the rank that fails first; end the others, which fail as it is gone. Each other node is told why."""
     if not dist.is_initialized():
-        return True
+        return
+    node = ranks.rank - ranks.local_rank  # its first rank
+    own = json.dumps([ranks.rank, node, exit_code(error), error_line(error)])
     try:
-        return dist.distributed_c10d._get_default_store().add("ranks that failed", 1) == 1
+        first = dist.distributed_c10d._get_default_store().compare_set("first failure", "", own)
     except RuntimeError:  # it is gone, too
-        return True
-
-
-@contextlib.contextmanager
-def report_first_failure(log: Log) -> Iterator[None]:
-    """Let the rank that fails first say why the run stops. Others, which fail as it is gone, end in silence."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_first_to_fail():
-            sys.exit(exit_code(error))
-        if dist.is_initialized():
-            error.add_note(f"on rank {dist.get_rank()} of {dist.get_world_size()}")
-        log.write_stop(error)
-        raise
-
-
-@contextlib.contextmanager
-def note_flags(argv: Sequence[str]) -> Iterator[None]:
-    """Name the flags below the traceback of an error before the first step: sizes may not fit each other."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"before the first step; do these flags fit each other? {shlex.join(argv) or '(none)'}")
-        raise
+        return
+    rank, its_node, code, line = json.loads(first)
+    if rank != ranks.rank:
+        if node != its_node and ranks.local_rank == 0:
+            print(f"train_gpt.py: rank {rank}: {line}", file=sys.stderr)
+        sys.exit(code)
 
 
 def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, dict[str, DataSummary]]:
@@ -3899,19 +3784,31 @@ def fingerprint(
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
     texts["training tokens"] = f"{tokens}, sha256 {data['train'].sha256}"
-    texts["validation sha256"] = data["val"].sha256
     texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {data['val'].sha256}"
     return texts
 
 
-def check_fingerprint(here: dict[str, str], began: dict[str, str]):
-    """Raise UserError if anything of `fingerprint` differs from what rank 0, or the run to resume, began with."""
-    if differing := {name: text for name, text in here.items() if text != began.get(name)}:
-        theirs = {name: began.get(name) for name in differing}
-        raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
+def agree(
+    cfg: Hyperparameters, must_match: dict[str, str], saved: Checkpoint | None
+) -> tuple[Hyperparameters, Checkpoint | None]:
+    """Return what all ranks begin with: the name and the seed of the run, and the checkpoint, which rank 0 has read.
+
+    Raise UserError on all ranks if `fingerprint` differs on one, or from that of the run to resume.
+    """
+    everyone = all_gather_objects((cfg.run_id, cfg.seed, must_match, saved))
+    run_id, seed, began, saved = everyone[0]
+    if saved:
+        run_id, seed, began = saved.run_id, saved.seed, saved.must_match
+    for rank, (_, _, has, _) in enumerate(everyone):
+        if differing := {name: text for name, text in has.items() if text != began.get(name)}:
+            theirs = {name: began.get(name) for name in differing}
+            raise UserError(f"the run began with {theirs}, rank {rank} has {differing}: give the same")
+    return dataclasses.replace(cfg, run_id=run_id, seed=seed), saved
 
 
-def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: dict[str, DataSummary]) -> str:
+def header(
+    source: str, argv: Sequence[str], must_match: dict[str, str], trainer: Trainer, data: dict[str, DataSummary]
+) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
@@ -3925,36 +3822,36 @@ Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__
 {hardware}
 environment: {json.dumps(environment)}
 {shard_lines}
-training tokens: {start.must_match["training tokens"]}
-validation tokens: {start.must_match["validation tokens"]}
+training tokens: {must_match["training tokens"]}
+validation tokens: {must_match["validation tokens"]}
 flags: {json.dumps(argv)}
 configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 {"=" * 100}"""
 
 
-def save_model(trainer: Trainer, start: Checkpoint, log: Log):
-    """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it.
+def save_model(trainer: Trainer, log: Log, script: str):
+    """Save for sample.py the final model, with the hash of the script that can run it, and each rank's n-grams."""
+    rank = trainer.ranks.rank
+    rows = save(log, log.path.with_suffix(f".ngrams{rank}"), trainer.table.state())
+    model = dict(
+        configuration=json.dumps(dataclasses.asdict(trainer.cfg)),
+        model=trainer.gpt.state_dict(),
+        rows=rows,
+        script=script,
+        script_path=os.path.relpath(__file__),
+    )
+    path = log.path.with_suffix(".pt")
+    if rows and save(log, path, model if rank == 0 else None):
+        log.write(f"next: python sample.py {path}", console=True)
 
-    It names this script, whose code alone knows what the weights mean.
-    """
-    suffix = f".ngrams{trainer.ranks.rank}"
-    if not save_beside_log(log, suffix, trainer.table.state()):
-        return
-    checksums = all_gather_objects(checksum(log.path.with_suffix(suffix)))
-    configuration = json.dumps(dataclasses.asdict(trainer.cfg))
-    script = dict(script=start.must_match["script"], script_path=os.path.relpath(__file__))
-    model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums) | script
-    if save_beside_log(log, ".pt", model if trainer.ranks.rank == 0 else None):
-        log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
 
-
-def report(trainer: Trainer, start: Checkpoint, log: Log, recompiles: int) -> dict:
+def report(trainer: Trainer, log: Log, must_match: dict[str, str], recompiles: int) -> dict:
     """Log the summary, save the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
     reached = "reached" if val_loss <= cfg.target_loss else "not reached"
     verdict = f"target {cfg.target_loss} {reached}; " if cfg.target_loss else ""
-    if cfg.val_sha256 and cfg.val_sha256 != start.must_match["validation sha256"]:
+    if cfg.val_sha256 not in must_match["validation tokens"]:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     log.write(
         f"""recompiles after the clock started: {recompiles}
@@ -3963,7 +3860,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
     )
     if cfg.save_checkpoint:
-        save_model(trainer, start, log)
+        save_model(trainer, log, must_match["script"])
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,
@@ -3972,7 +3869,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    save_beside_log(log, ".json", json.dumps(result).encode() if trainer.ranks.rank == 0 else None)
+    save(log, log.path.with_suffix(".json"), json.dumps(result).encode() if trainer.ranks.rank == 0 else None)
     return result
 
 
@@ -3981,32 +3878,35 @@ def main(argv: Sequence[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    is_main = ranks.rank == 0
-    with note_flags(argv):
-        with fail_on_all_ranks(ranks):  # parse
-            given = parse_args(argv, ranks.world_size)
-            saved = load_checkpoint(given) if is_main else None
-            cfg, data = plan_run(given, ranks)
-            must_match = fingerprint(source, given, cfg, data, ranks)
-            new = Checkpoint(cfg.run_id, cfg.seed, must_match, step=0, ms=0.0, curves={}, slot=0, checksums=[])
-        start = all_gather_objects(saved or new)[0]  # rank 0's: its run_id and seed, too
-        with fail_on_all_ranks(ranks):  # compare and restore
-            check_fingerprint(must_match, start.must_match)
-            cfg = dataclasses.replace(cfg, run_id=start.run_id, seed=start.seed)
-            tensors = load_tensors(cfg, start, ranks)
-            log = Log(cfg, start, is_main)
-    with report_first_failure(log), log:
-        with note_flags(argv):
+    log = None
+    try:
+        given = parse_args(argv, ranks.world_size)
+        saved = load_checkpoint(given) if ranks.rank == 0 else None
+        cfg, data = plan_run(given, ranks)
+        must_match = fingerprint(source, given, cfg, data, ranks)
+        cfg, saved = agree(cfg, must_match, saved)
+        first, ms, curves = (saved.step, saved.ms, saved.curves) if saved else (0, 0.0, {})
+        tensors = load_file(tensor_file(cfg, first, ranks), saved.checksums[ranks.rank]) if saved else None
+        log = Log(cfg, curves, is_main=ranks.rank == 0)
+        all_gather_objects(None)  # fails if another rank has failed so far
+        with log:
             trainer = Trainer(cfg, ranks)
-            if is_main:
-                log.write(header(source, argv, start, trainer, data))
-            log.write(f"seed: {cfg.seed}, from step {start.step} on, log: {log.path}", console=True)
+            log.write(header(source, argv, must_match, trainer, data) if log.file else "")
+            log.write(f"seed: {cfg.seed}, from step {first} on, log: {log.path}", console=True)
             if given.canon_file and not cfg.canon_file:
                 log.write(f"without {given.canon_file}, which is missing: the last val_loss is higher", console=True)
+            if ranks.world_size > 1:
+                log.write(f"first collective: {first_collective(trainer.device, ranks):.0f} ms")
             trainer.warm_up(tensors)
-        recompiles = train(trainer, start, log)
-        result = report(trainer, start, log, recompiles)
-    leave_process_group()
+            recompiles = train(trainer, log, must_match, first, ms)
+            result = report(trainer, log, must_match, recompiles)
+    except (Exception, KeyboardInterrupt) as error:
+        end_unless_first(error, ranks)
+        if log:
+            log.write_stop(error)
+        raise
+    if dist.is_initialized():  # a thread that is left was seen to abort a process that had done its work
+        dist.destroy_process_group()
     return result
 
 
@@ -4015,15 +3915,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
     try:
         main(argv)
     except ONE_LINE_ERRORS as error:
-        print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
+        print(f"train_gpt.py: {error_line(error)}", file=sys.stderr)
         return exit_code(error)
-    except BrokenPipeError:  # who reads the help or the console has seen enough
-        pass
-    finally:
-        try:
-            sys.stdout.flush()
-        except (AttributeError, OSError):  # there is no console, or it has gone away: the flush at exit must not fail
-            sys.stdout = None
     return 0
 
 

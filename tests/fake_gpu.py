@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def part(self, phase: str) -> Iterator[None]:
-        """Count what is launched within as a part of a step, as `Trainer.part` does."""
+        """Count what is launched within as a part of a step."""
         before, self.phase = self.phase, phase
         yield
         self.phase = before
@@ -298,8 +298,8 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
         def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Any:
             return lambda: None
 
-    class Trainer(script.Trainer):
-        table_class, part = Table, recorder.part
+    script.NgramTable = Table
+    script.step_optimizers = recorder.part("optimizers")(script.step_optimizers)
 
     def read(step_schedules: list, sequences: int) -> tuple[list, Any]:
         size = len(step_schedules), sequences, step_schedules[0].seq_len + 1
@@ -311,7 +311,7 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
             return trainer.loader.to_device(made)
 
     with torch.device("cuda"):
-        trainer = Trainer(cfg, script.Ranks(0, one_of, 0, one_of))
+        trainer = script.Trainer(cfg, script.Ranks(0, one_of, 0, one_of))
     trainer.loader.to_host_tensor = lambda array: torch.from_numpy(array.copy())
     trainer.loader.to_device = lambda made: tree_map_only(Tensor, lambda t: t.to("cuda"), made)
     steps = [schedule.step for schedule in cfg.step_schedules if schedule.stage == stage - 1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import train_gpt
 from data.shards import write_shard
@@ -109,6 +110,21 @@ def test_the_loader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkey
     assert reads == []
     next(batches)
     wait_for(lambda: reads == [3, *[65] * 8])  # the header, the first batch, and three ahead: the GPU waits for none
+
+
+def test_a_resumed_run_reads_what_the_whole_one_does(gpt2, corpus):
+    """Sampled classes depend on the tokens of all steps before, if the vocabulary is larger than a sweep."""
+    changes = dict(vocab_size=2000, batch_tokens=128, train_files=f"{corpus}/long.bin", prefix_file="")
+    cfg = dataclasses.replace(gpt2, **changes)
+
+    def read_from(first: int) -> list:
+        loader, batches = DistributedDataLoader(cfg, Ranks(1, 2), torch.device("cpu")), train_gpt.train_batches(cfg)
+        loader.skip(itertools.islice(batches, first))
+        return [*loader.steps(train_gpt.train_cycles(batches, cfg, first))]
+
+    whole, resumed = (tree_leaves(steps) for steps in (read_from(0)[8:], read_from(8)))
+    assert len(resumed) > 100
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("same_size", [True, False])

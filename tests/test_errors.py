@@ -26,7 +26,7 @@ SLIPS = {  # on all ranks, on one while the others wait to agree with it, on one
 
 @pytest.mark.slow
 def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
-    """On the console, in the log if there is one, with the flags if no step was taken. No rank goes on."""
+    """On the console, and in the log if there is one. No rank goes on."""
     headers = tmp_path / "headers"
     counted = ("lscpu; timeout 20 nvidia-smi", f"echo built >> {headers}")
     runs = {}
@@ -47,19 +47,36 @@ def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
             told = text.split("=" * 100)[-1]
             assert told.count("ZeroDivisionError") == 1 + (text is texts[1]), "the log's last line names it, too"
             assert told.count("Traceback (most recent call last)") == 1, told
-            assert ("\non rank 1 of 2\n" in told) == (name == "trains")
-            assert ("before the first step; " in told and "--batch_tokens=256" in told) == (name != "trains")
         assert not log.exists() or texts[1].splitlines()[-1] == "stopped: ZeroDivisionError: division by zero"
     assert headers.read_text() == "built\n", "rank 0 alone asks for the hardware, once it is known to train"
 
 
-def test_a_size_that_fits_nothing_has_its_traceback_in_the_log_and_names_the_flags(flags, tmp_path):
-    with pytest.raises((RuntimeError, ValueError, ArithmeticError)) as error:  # whatever torch says
+@pytest.mark.slow
+def test_a_first_collective_that_hangs_ends_in_a_line(flags, tmp_path):
+    """One that rank 1 does not join. One that all join is timed in the log."""
+    source, runs = (ROOT / "train_gpt.py").read_text(), {}
+    for name, begin in dict(hangs="time.sleep(60 * ranks.rank)", works="").items():
+        changed = source.replace("limit: float = 120", "limit: float = 1").replace(
+            "    total = torch.ones((), device=device)\n", f"    {begin}\n    total = torch.ones((), device=device)\n"
+        )
+        (script := tmp_path / f"{name}.py").write_text(changed)
+        runs[name] = Run(
+            [[*flags, "--batch_tokens=128", f"--run_id={name}"]] * 2, tmp_path / name, scripts=[script] * 2
+        )
+    assert runs["works"].wait() == [0, 0], runs["works"].text("err")
+    assert re.search(r"\nfirst collective: \d+ ms\n", (tmp_path / "logs" / "works.txt").read_text())
+    runs["hangs"].processes[0].join(20)
+    assert runs["hangs"].processes[0].exitcode == 2
+    line = rf"train_gpt.py: rank 0 of 2, cpu of {os.uname().nodename}: no first collective in 1 s: NCCL_DEBUG=INFO .*\n"
+    assert re.fullmatch(line, runs["hangs"].text("err"))
+    runs["hangs"].wait(0)
+
+
+def test_a_size_that_fits_nothing_has_its_traceback_in_the_log(flags, tmp_path):
+    with pytest.raises((RuntimeError, ValueError, ArithmeticError)):  # whatever torch says
         train_gpt.main([*flags, "--num_heads=0", "--run_id=odd"])
-    assert re.search(r"^before the first step; .* --num_heads=0 --run_id=odd$", "\n".join(error.value.__notes__))
     log = (tmp_path / "logs" / "odd.txt").read_text().split("=" * 100)[-1]
     assert "Traceback (most recent call last)" in log
-    assert "--num_heads=0 --run_id=odd" in log
     assert log.splitlines()[-1].startswith("stopped: ")
 
 
@@ -97,13 +114,18 @@ def test_a_missing_mask_is_told_and_one_named_by_hand_is_refused(flags, tmp_path
     assert refusal([*flags, f"--canon_file={path}"]).startswith(f"--canon_file {path}: there is no such file; ")
 
 
-def test_latest_is_the_newest_run_that_is_not_complete(tiny, tmp_path):
+def test_latest_is_the_newest_run_that_is_not_complete(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "load_file", lambda path, into: path)
     for i, name in enumerate("abc"):
         (tmp_path / f"{name}.checkpoint").touch()
         os.utime(tmp_path / f"{name}.checkpoint", (i, i))
     given = dataclasses.replace(tiny, resume="latest", run_id="", log_dir=str(tmp_path))
-    for complete, expected in ("", "c"), ("c", "b"), ("b", "a"), ("a", "c"):
+    assert train_gpt.load_checkpoint(dataclasses.replace(given, run_id="b")) == tmp_path / "b.checkpoint"
+    assert train_gpt.load_checkpoint(dataclasses.replace(given, run_id="d")) is None
+    for complete, expected in ("", "c"), ("c", "b"), ("b", "a"):
         if complete:
             (tmp_path / f"{complete}.json").touch()
-        assert train_gpt.find_checkpoint(given) == tmp_path / f"{expected}.checkpoint"
-    assert train_gpt.find_checkpoint(dataclasses.replace(given, run_id="b")) == tmp_path / "b.checkpoint"
+        assert train_gpt.load_checkpoint(given) == tmp_path / f"{expected}.checkpoint"
+    (tmp_path / "a.json").touch()
+    with pytest.raises(train_gpt.AlreadyComplete, match=r"c.json: this run is already complete"):
+        train_gpt.load_checkpoint(given)

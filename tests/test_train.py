@@ -105,6 +105,7 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
 BAD = """preset gpt3;device tpu;num_iterations five;num_iteration 5;layers 1;num_iterations 0;
 batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;block_size 0;block_size 17;
 ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;max_attn_len 0;final_window -1;cooldown_frac nan;
+cooldown_frac 1.5;min_lr_frac 2;tied_frac 1.01;muon_momentum 1.1;
 eot_token 257;train_files nowhere/*.bin;train_files {fifo};num_iterations 1000;prefix_file LICENSE;canon_file {fifo};
 log_dir LICENSE;run_id ../x;resume nowhere"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
@@ -187,6 +188,17 @@ def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus
     assert not [*tmp_path.glob("logs/*.*")]
 
 
+@pytest.mark.parametrize("count", [100, 321])
+def test_sampled_classes_that_a_sequence_does_not_fit_are_known_before_the_first_step(gpt2, corpus, count):
+    """Too few for the targets of a sequence of random tokens, or more than the head has rows, in a later stage."""
+    write_shard(corpus / "random.bin", np.random.default_rng(0).integers(257, size=20_000))
+    stages = [*gpt2.stages[:2], gpt2.stages[2]._replace(sampled_classes=(192, count)), *gpt2.stages[3:]]
+    files = dict(train_files=f"{corpus}/random.bin", val_files=f"{corpus}/val_*.bin")
+    wanted = rf"^stage 3: `sampled_classes` {count}: expected 1\d\d, [^\n]* to 320, the rows of the head$"
+    with pytest.raises(UserError, match=wanted):
+        train_gpt.plan_run(dataclasses.replace(gpt2, stages=stages, **files), Ranks())
+
+
 def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, tmp_path, monkeypatch, capsys):
     before, replace = tmp_path / "logs" / "full.checkpoint", os.replace
 
@@ -198,7 +210,7 @@ def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, 
     monkeypatch.setattr(os, "replace", fill_up)
     train([*flags, "--checkpoint_every=1", "--run_id=full"])
     assert "not saved: OSError(28, 'No space left on device')" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.1.rank0", "full.checkpoint"}
+    assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.step000001.rank0", "full.checkpoint"}
     assert torch.load(before, weights_only=True)["step"] == 1
 
 
