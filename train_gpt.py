@@ -923,7 +923,6 @@ def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device
 
 
 # ---- Data: the same tokens in every step for any number of processes -------------------------------------------------
-NO_TARGET, PAST_END = -1, -2  # targets without a loss: there is none, or it lies behind the end of the sequence
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 BatchPlan = list[tuple[str, np.ndarray]]
 TOKENS_AT_ONCE = 2**20  # of a shard, in which documents are looked for
@@ -1114,6 +1113,10 @@ def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
 
 
 # ---- Data loader: a thread prepares what the model reads of each sequence, ahead of the steps ------------------------
+NO_TARGET = -1  # a target without a loss: the next token has no prefix, or that is no sampled class
+PAST_END = -2  # a target behind the end of the sequence
+
+
 class ModelInputs(NamedTuple):
     """What the model reads of a sequence of T tokens."""
 
@@ -1148,8 +1151,8 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
 def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """Return the table's rows (G, T) for the n-grams that end with each of the int32 tokens (T,).
 
-    Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table. The
-    last row of a part is for tokens with too few before them.
+    Bigrams (record 62, @classiclarryd) and trigrams (record 92, Deven Pietrzak @devenpzak) have equal parts of the
+    table. The last row of a part is for tokens with too few before them.
     """
     kinds = ROW_FACTORS[: cfg.ngram_order - 1]
     size = cfg.ngram_rows // len(kinds)
@@ -1169,14 +1172,14 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     return np.stack([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds])
 
 
-# A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
+# A cycle: the steps from one update of the table of n-grams to the next. Its rows are fetched once for all of them
 Cycle = tuple[list[StepSchedule], list[BatchPlan]]
 
 
 def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters, first: int = 0) -> Iterator[Cycle]:
-    """Yield the cycles of a training from a step on, at which one begins, and whose batch is the first.
+    """Yield the cycles from the step `first` on, with which one begins. batches: those from that step on.
 
-    The last cycle may end without an update, and drops its n-grams' gradients.
+    The last cycle may end without an update of tables, and drops their gradients.
     """
     group = find_group("ngrams", cfg)
     for schedule in cfg.step_schedules[first:]:
@@ -1187,16 +1190,16 @@ def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters, first: int 
 
 
 class RowExchange(NamedTuple):
-    """The rows of n-grams that travel between ranks in a cycle: each rank owns an equal part of the table.
+    """The all-to-all of rows of n-grams in a cycle: each rank owns an equal part of the table.
 
     All ranks know the tokens of all sequences, so nobody has to ask for rows. A cycle of two ranks, of a table of eight
     rows, in which rank 0 reads rows 1, 2, 5 and rank 1 reads rows 1, 7:
 
                         rank 0, owner of rows 0 to 3         rank 1, owner of rows 4 to 7
-        send_rows       1 2 (for rank 0), 1 (for rank 1)     5 (for rank 0), 7 (for rank 1)
-        send_counts     2 1                                  1 1
         recv_ids        1 2 5                                1 7
         recv_counts     2 1                                  1 1
+        send_rows       1 2 (for rank 0), 1 (for rank 1)     5 (for rank 0), 7 (for rank 1)
+        send_counts     2 1                                  1 1
         unique_rows     1 2                                  5 7
         order           0 2 1                                0 1
         offsets         0 2                                  0 1
@@ -1232,24 +1235,24 @@ def plan_exchange(
     ids_by_rank: the rows that each rank's sequences read.
     """
     owned = rows_per_rank(cfg, ranks)
-    first = ranks.rank * owned
+    first_row = ranks.rank * owned
     # The inverse takes a fifteenth of the time of a search for each id
     found = torch.unique(torch.from_numpy(ids_by_rank[ranks.rank]), return_inverse=True)
     recv_ids, places = (t.numpy() for t in found)
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
-    sent = [unique(ids[(ids >= first) & (ids < first + owned)]) - first for ids in ids_by_rank]
+    sent = [unique(ids[(ids >= first_row) & (ids < first_row + owned)]) - first_row for ids in ids_by_rank]
     send_rows = np.concatenate(sent).astype(np.int64)
-    order = np.argsort(send_rows, kind="stable")  # merges what is ascending for each rank
+    order = np.argsort(send_rows, kind="stable")  # fast, as the part for each rank is ascending already
     ascending = send_rows[order]
     offsets = np.flatnonzero(np.diff(ascending, prepend=-1))
     exchange = RowExchange(
-        recv_ids=recv_ids,
+        recv_ids=torch.from_numpy(recv_ids),
         recv_counts=recv_counts,
-        send_rows=send_rows,
+        send_rows=torch.from_numpy(send_rows),
         send_counts=[*map(len, sent)],
-        unique_rows=ascending[offsets],
-        order=order,
-        offsets=offsets,
+        unique_rows=torch.from_numpy(ascending[offsets]),
+        order=torch.from_numpy(order),
+        offsets=torch.from_numpy(offsets),
     )
     return exchange, places.astype(np.int32)
 
@@ -1264,24 +1267,20 @@ def chosen_targets(next_tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
 
 
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
-    """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
+    """Return `count` rows of the head, ascending, for a sampled softmax, and the next offset (record 92).
 
     All of `chosen_targets` are among them: `summarize` has seen that they fit. The rest come from a sweep over the
-    vocabulary, whose k-th token is 20011 k mod V: 20011 and V have no common factor, so V steps visit each token once.
-    As in the record, the next sweep begins after all tokens that this one looked at.
+    head's V rows, padding included: its k-th row is 20011 k mod V. 20011 and V have no common factor (20011 is prime),
+    so V steps visit each row once.
     """
     V = cfg.padded_vocab
     chosen = chosen_targets(next_tokens, cfg)
     missing = count - chosen.sum()
     if missing:
-        look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
-        ids = 20011 * (offset + np.arange(look)) % V
-        others = ids[~chosen[ids]]
-        if len(others) < missing:  # nearly all that the sweep looked at are chosen
-            others = np.flatnonzero(~chosen)
-            others = others[:: max(1, len(others) // missing)]
-        chosen[others[:missing]] = True
-        offset = (offset + look) % V
+        sweep = 20011 * (offset + np.arange(V)) % V
+        chosen[sweep[~chosen[sweep]][:missing]] = True
+        # Quirk: the next sweep begins so much later, whatever this one took
+        offset = (offset + min(V, int(1.7 * missing) + 256)) % V
     return np.flatnonzero(chosen), offset
 
 
@@ -1294,14 +1293,13 @@ class DistributedDataLoader:
         self.device = device
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None  # of copies to the device
         self.prefixes = read_prefixes(cfg)
-        # Where the next sweep of `sample_classes` begins, for each sequence of a step: where the one before ended
+        # For each sequence of a step, where its next sweep of `sample_classes` begins
         self.offsets = [cfg.padded_vocab * i // cfg.batch_sequences for i in range(cfg.batch_sequences)]
 
     def targets(self, schedule: StepSchedule, next_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the targets (T, n) and the weights (n,) of their losses, from the next tokens (T,).
+        """Return the n targets of each token (T, n), and the weights (n,) of their losses, from the next tokens (T,).
 
-        A target without a loss is NO_TARGET, where a token has no prefix or its prefix is no sampled class, or
-        PAST_END, behind the sequence.
+        First come tokens +1, +2, ..., then the next one's prefix, then a copy. Some are NO_TARGET or PAST_END.
         """
         cfg = self.cfg
         T = len(next_tokens)
@@ -1309,7 +1307,7 @@ class DistributedDataLoader:
         columns = [(padded[k : k + T], weight) for k, weight in enumerate(schedule.mtp_weights)]
         if schedule.prefix_weight:
             columns.append((self.prefixes[next_tokens], schedule.prefix_weight))
-        if cfg.pointer_dim:  # the row of a copy comes last. Its weight is 0: the loss joins it to the next token
+        if cfg.pointer_dim:  # its weight is 0, as `mix_copies` makes it a part of the next token's loss
             columns.append((np.full(T, cfg.copy_token), 0.0))
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
@@ -1320,30 +1318,40 @@ class DistributedDataLoader:
         starts = np.maximum.accumulate(np.where(tokens == self.cfg.eot_token, t, 0))
         return t - (t - starts) % self.cfg.max_attn_len if schedule.trains else starts
 
+    def next_classes(self, schedule: StepSchedule, i: int, next_tokens: np.ndarray) -> np.ndarray | None:
+        """Return the sampled classes of a step's i-th sequence, and move its sweep on. None: all rows of the head."""
+        if not schedule.sampled_classes:
+            return None
+        classes, self.offsets[i] = sample_classes(next_tokens, schedule.sampled_classes, self.offsets[i], self.cfg)
+        return classes
+
     def model_inputs(
-        self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray
+        self, schedule: StepSchedule, sequence: np.ndarray, classes: np.ndarray | None, ngram_index: np.ndarray
     ) -> ModelInputs:
-        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on."""
+        """Return the inputs of a sequence (T + 1,), the last target included."""
         tokens, next_tokens = sequence[:-1], sequence[1:]
         targets, weights = self.targets(schedule, next_tokens)
-        classes = None
-        if count := schedule.sampled_classes:
-            classes, self.offsets[i] = sample_classes(next_tokens, count, self.offsets[i], self.cfg)
-            index = np.full(self.cfg.padded_vocab, NO_TARGET)  # of each token among the sampled classes
-            index[classes] = np.arange(count)
+        if classes is not None:
+            index = np.full(self.cfg.padded_vocab, NO_TARGET)  # of each row of the head among the sampled classes
+            index[classes] = np.arange(len(classes))
             targets = np.where(targets < 0, targets, index[targets])
-        doc_starts = self.doc_starts(schedule, tokens)
-        signs = sign_row_ids(tokens, self.cfg)
-        arrays = tokens, next_tokens, doc_starts, targets, weights, classes, ngram_index, signs
-        return ModelInputs(*(None if array is None else self.to_host_tensor(array) for array in arrays))
+        return ModelInputs(
+            tokens=torch.from_numpy(tokens),
+            next_tokens=torch.from_numpy(next_tokens),
+            doc_starts=torch.from_numpy(self.doc_starts(schedule, tokens)),
+            targets=torch.from_numpy(targets),
+            loss_weights=torch.from_numpy(weights),
+            sampled_classes=None if classes is None else torch.from_numpy(classes),
+            ngram_index=torch.from_numpy(ngram_index),
+            sign_index=torch.from_numpy(sign_row_ids(tokens, self.cfg)),
+        )
 
     def skip(self, batches: Iterable[BatchPlan]):
         """Move the sweeps on past the first steps of a training, as a resumed run has taken them."""
         for schedule, batch in zip(self.cfg.step_schedules, batches):
-            if count := schedule.sampled_classes:
-                for i in range(self.ranks.rank, len(batch), self.ranks.world_size):
-                    tokens = read_sequence(*batch[i], self.cfg)
-                    _, self.offsets[i] = sample_classes(tokens[1:], count, self.offsets[i], self.cfg)
+            for i in range(self.ranks.rank, len(batch), self.ranks.world_size):
+                if schedule.sampled_classes:
+                    self.next_classes(schedule, i, read_sequence(*batch[i], self.cfg)[1:])
 
     def load_cycle(
         self, schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
@@ -1353,29 +1361,30 @@ class DistributedDataLoader:
         batches: for each step the tokens of all sequences (T + 1,), the last targets included. Rank r has the r-th of
         them, and every world_size-th after that.
         """
-        rank, size = self.ranks.rank, self.ranks.world_size
+        rank, world_size = self.ranks.rank, self.ranks.world_size
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
-        row_ids = [[ngram_row_ids(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        nothing = np.empty(0, np.int32)  # in a validation a rank may have no sequence
-        ids_by_rank = []
-        for r in range(size):
-            own_ids = [ids.ravel() for of_step in row_ids for ids in of_step[r::size]]
-            ids_by_rank.append(np.concatenate([nothing, *own_ids]))
+        row_ids = [[ngram_row_ids(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]  # (G, T) each
+        # By rank, those of its sequences, one step after the other. In a validation it may have no sequence
+        ids_of = [[ids for of_step in row_ids for ids in of_step[r::world_size]] for r in range(world_size)]
+        nothing = np.empty(0, np.int32)
+        ids_by_rank = [np.concatenate([nothing, *(ids.ravel() for ids in own)]) for own in ids_of]
         exchange, places = plan_exchange(ids_by_rank, self.ranks, self.cfg)
-        ends = np.cumsum([ids.size for of_step in row_ids for ids in of_step[rank::size]], dtype=int)
-        places_of = iter(np.split(places, ends))  # of one sequence after the other
-        steps = []
-        for schedule, batch, of_step in zip(schedules, batches, row_ids):
-            own = range(rank, len(batch), size)
-            index = {i: next(places_of).reshape(of_step[i].shape) for i in own}
-            steps.append([self.model_inputs(schedule, i, batch[i], index[i]) for i in own])
-        return steps, tree_map_only(np.ndarray, self.to_host_tensor, exchange)
+        ends = np.cumsum([ids.size for ids in ids_of[rank]], dtype=int)
+        parts = iter(np.split(places, ends))  # one for each of this rank's sequences, in the same order
+        steps: list[list[ModelInputs]] = []
+        for schedule, batch in zip(schedules, batches):
+            steps.append([])
+            for i in range(rank, len(batch), world_size):
+                classes = self.next_classes(schedule, i, batch[i][1:])
+                ngram_index = next(parts).reshape(-1, len(batch[i]) - 1)
+                steps[-1].append(self.model_inputs(schedule, batch[i], classes, ngram_index))
+        return tree_map_only(Tensor, self.pin, (steps, exchange))
 
-    def to_host_tensor(self, array: np.ndarray) -> Tensor:
-        """Return a tensor on the host, pinned where there is a GPU."""
-        # The copy is in C's order, and begins at a multiple of 16 bytes, as compiled code wants it
-        tensor = torch.from_numpy(array.copy())
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return a copy, pinned where there is a GPU: here in the thread, as pinning may allocate."""
+        # Contiguous, and at a multiple of 16 bytes, as compiled code wants it
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        return copy.pin_memory() if self.device.type == "cuda" else copy
 
     def to_device(self, loaded):
         """Return what `load_cycle` returned, on the device. A GPU copies on a stream of its own, beside the steps."""
@@ -1385,14 +1394,14 @@ class DistributedDataLoader:
         with torch.cuda.stream(self.stream):
             loaded = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), loaded)
         now.wait_stream(self.stream)
-        tree_map_only(Tensor, lambda t: t.record_stream(now), loaded)  # no other tensor takes its memory before
+        tree_map_only(Tensor, lambda t: t.record_stream(now), loaded)  # its memory stays its own while a step reads it
         return loaded
 
     def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange, RowExchange | None]]:
         """Yield for each step this rank's inputs, its cycle's exchange and, with a cycle's last step, the next cycle's.
 
-        All are on the device. A thread plans and reads: from the first call on, which is on the clock, and two cycles
-        ahead.
+        All are on the device. A thread plans and reads, two cycles ahead. It starts with the first `next`, which is on
+        the clock.
         """
         cycles = iter(cycles)
 
@@ -2008,7 +2017,7 @@ class CausalSelfAttention(nn.Module):
         """Return the gated value embedding (T, H, v_dim).
 
         After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); they read
-        the embedding, too: 70 (@photon_mz).
+        the embedding, too: record 70 (@photon_mz).
         """
         H = self.cfg.num_heads
         embed = value_embed.unflatten(1, (H, -1))[..., : self.v_dim]
@@ -2099,7 +2108,7 @@ class GateNet(nn.Module):
     """A network that computes gates for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
     init: its gates by layer. groups: if not 0, gates differ for so many groups of channels, by scale W2g gelu(W1 x)
-    (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (85): both by
+    (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (record 85): both by
     @Lisennlp.
     """
 
@@ -2136,7 +2145,7 @@ class SharedInputs(NamedTuple):
     """What every layer may read beside the residual stream."""
 
     x0: Tensor  # (T, K): the normalized embedding (record 9, @KoszarskyB)
-    ngrams: Tensor  # (T, K): the sum of the embeddings of the token's n-grams (62, @classiclarryd)
+    ngrams: Tensor  # (T, K): the sum of the embeddings of the token's n-grams (record 62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     attention: dict[str, AttentionContext]  # by kind of attention
 

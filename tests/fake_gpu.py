@@ -312,7 +312,7 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
 
     with torch.device("cuda"):
         trainer = script.Trainer(cfg, script.Ranks(0, one_of, 0, one_of))
-    trainer.loader.to_host_tensor = lambda array: torch.from_numpy(array.copy())
+    trainer.loader.pin = Tensor.clone
     trainer.loader.to_device = lambda made: tree_map_only(Tensor, lambda t: t.to("cuda"), made)
     steps = [schedule.step for schedule in cfg.step_schedules if schedule.stage == stage - 1]
     first = steps[len(steps) // 3] // cfg.common_interval * cfg.common_interval

@@ -25,7 +25,7 @@ def test_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     loader = DistributedDataLoader(gpt2, Ranks(), torch.device("cpu"))
     loader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
     schedule = gpt2.step_schedules[0]._replace(prefix_weight=0.125, mtp_weights=[1.0, 0.5, 0.25], sampled_classes=100)
-    inputs = loader.model_inputs(schedule, 0, tokens, None)
+    inputs = loader.model_inputs(schedule, tokens, loader.next_classes(schedule, 0, tokens[1:]), np.zeros((1, 1)))
     targets, classes, begin = inputs.targets.tolist(), inputs.sampled_classes.tolist(), 0
     assert len(classes) == 100
     assert inputs.loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
