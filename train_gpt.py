@@ -3743,6 +3743,7 @@ def init_distributed() -> Ranks:
                 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+            all_gather_objects(None)  # a rank that failed while others still connect would fail them here
     except (ValueError, RuntimeError) as error:
         raise UserError(f"RANK, WORLD_SIZE: use torchrun, or unset them: {error!r:.300}") from error
     return ranks

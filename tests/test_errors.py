@@ -18,8 +18,8 @@ SLIPS = {  # on all ranks, on one while the others wait to agree with it, on one
     "plans": ("    start = int(cfg.scheduled_steps *", "    1 / (step - 3)\n    start = int(cfg.scheduled_steps *"),
     "agrees": ("    cfg = resolve(given)\n", "    1 / (1 - ranks.rank)\n    cfg = resolve(given)\n"),
     "trains": (
-        "        mean_loss: Tensor",
-        "        1 / (2 - schedule.step * self.ranks.rank)\n        mean_loss: Tensor",
+        "        mean_loss = None",
+        "        1 / (2 - schedule.step * self.ranks.rank)\n        mean_loss = None",
     ),
 }
 

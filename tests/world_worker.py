@@ -113,7 +113,7 @@ def kill_at(event: str, suffix: str, count: str) -> None:
 
     def hook(name: str, args: tuple) -> None:
         nonlocal left
-        if name == event and suffix in str(args[0]) and (event, args[1]) != ("open", "rb"):
+        if name == event and suffix in str(args[0]) and args[1] != "r":
             left -= 1
             if left == 0:
                 if event == "open":
