@@ -2,10 +2,11 @@
 
     python tests/fake_gpu.py [--arch 90] [--stage 3] [--one_of 8] [--script FILE] [--kernels PATTERN] [its flags]
 
-Nothing runs: tensors are fake, shapes without data. torch.compile lowers graphs for the GPU (90: an H100, 89: an RTX
-4090, 80: an A100), and the ptxas of triton's wheel compiles their kernels. Of each it tells launches in a step, MB that
-a launch reads and writes, GFLOP of products and attention, registers, spilled bytes, and operands of 1 MB or more: r
-read, w written, layout (rows: the last dimension is contiguous, columns: the one before). It predicts no time.
+Nothing runs: tensors are fake, shapes without data. torch.compile lowers graphs for the GPU (120: an RTX 5090, 100: a
+B200, 90: an H100, 89: an RTX 4090, 80: an A100), and the ptxas of triton's wheel compiles their kernels. Of each it
+tells launches in a step, MB that a launch reads and writes, GFLOP of products and attention, registers, spilled bytes,
+and operands of 1 MB or more: r read, w written, layout (rows: the last dimension is contiguous, columns: the one
+before). It predicts no time.
 
 An operand is read and written at most once by a launch, as a whole or as often as the kernel has indices. FLOPs of
 FlexAttention are those for one visible key of each query: how many there are is data. Phase `loss`: what has logits.
@@ -370,7 +371,7 @@ def totals(calls: list[dict]) -> dict[str, Counter]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--arch", type=int, choices=(90, 89, 80), default=90)
+    parser.add_argument("--arch", type=int, choices=(120, 100, 90, 89, 80), default=90)
     parser.add_argument("--stage", type=int, default=3, metavar="N", help="row of the stages, from 1 (default: 3)")
     parser.add_argument("--one_of", type=int, default=8, metavar="N", help="as one process of N (default: 8)")
     parser.add_argument("--script", type=Path, default=Path(__file__).parents[1] / "train_gpt.py", metavar="FILE")
