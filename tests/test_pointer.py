@@ -30,7 +30,9 @@ def test_loss_and_gradients(gpt2, monkeypatch, case: dict):
     loader.prefixes, loader.offsets = GOLDEN["prefixes"], [case.get("offset", 0)]
     schedule = cfg.step_schedules[0] if trains else m.schedule_validation(0, cfg)
     schedule = schedule._replace(**{key: case[key] for key in ("mtp_weights", "prefix_weight", "sampled_classes")})
-    inputs = loader.model_inputs(schedule, 0, GOLDEN[f"sequence/{case['data']}"].astype(np.int32), None)
+    sequence = GOLDEN[f"sequence/{case['data']}"].astype(np.int32)
+    classes = loader.next_classes(schedule, 0, sequence[1:])
+    inputs = loader.model_inputs(schedule, sequence, classes, np.zeros((1, 1)))
     if case["sampled_classes"]:
         assert loader.offsets == [case["offset_after"]]
         GOLDEN.compare(f"candidates/{name}", inputs.sampled_classes)
@@ -70,7 +72,8 @@ def test_sampled_classes_have_the_row_of_a_copy(monkeypatch):
         sequence = np.append(0, next_tokens).astype(np.int32)
         changes = dict(sampled_classes=case["sampled_classes"], mtp_weights=[1.0], prefix_weight=0.0)
         schedule = cfg.step_schedules[0]._replace(**changes)
-        inputs = loader.model_inputs(schedule, case["rank"], sequence, None)
+        classes = loader.next_classes(schedule, case["rank"], sequence[1:])
+        inputs = loader.model_inputs(schedule, sequence, classes, np.zeros((1, 1)))
         targets, found = inputs.targets.numpy(), inputs.sampled_classes.numpy()
         assert hashlib.sha256(found.astype("<i4")).hexdigest() == case["sha256_int32_le"]
         assert (found[targets] == np.column_stack([next_tokens, np.full_like(next_tokens, 50257)])).all()
