@@ -1562,20 +1562,22 @@ def relu_squared_fp8(z: Tensor) -> tuple[Tensor, Tensor]:
     return act_q, scales
 
 
-def relu_squared_backward(grad_q, w_q, act_q, scales, act_scale, has_tma: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient dz (T, N) row-major and column-major, and act_scale * act column-major, all in FP8.
+def relu_squared_backward(
+    grad_q: Tensor, w_q: Tensor, act_q: Tensor, scales: Tensor, act_scale: Tensor, has_tma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dz = 2 relu(z) (grad @ w) (T, N), row-major and column-major, and act_scale * act column-major, in FP8.
 
-    act_q (T, N) and scales (T, 1) are what `relu_squared_fp8` made of z. dz = 2 relu(z) (grad @ w) is the gradient with
-    respect to z of act @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of act (record 87). A kernel multiplies
-    while the product is in registers: in memory it would be written and read again. Where products sum over tokens, FP8
-    wants both operands column-major: tokens of a hidden unit side by side.
+    That is the gradient with respect to z of act @ w.T, for grad (T, K), w (K, N) and act = relu(z)^2, which
+    `relu_squared_fp8` stored as act_q (T, N) and scales (T, 1); so relu(z) is the root of act (record 87). Products
+    that sum over tokens want both operands column-major. A kernel does it all while the product is in registers.
     """
     if not (has_tma and can_use_kernels(grad_q)):
         act = act_q.to(scales.dtype) * scales
         dz = fp8_matmul(grad_q, w_q, FP8_GRAD * FP8_W, scales.dtype) * act.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad_q.dtype)
         return dz, dz, quantize(act, act_scale, act_q.dtype)  # `fp8_matmul` transposes where it has to
-    (T, N), K = act_q.shape, len(w_q)
+    T, N = act_q.shape
+    K = len(w_q)
     dz_row = torch.empty_like(act_q, dtype=grad_q.dtype)
     dz_col = dz_row.new_empty(N, T)
     act_col = act_q.new_empty(N, T)
@@ -1653,10 +1655,10 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first half of heads x (..., halves, 2, D / 4), in pairs of its two quarters (record 17).
+    """Rotate the first half of heads x (T, H / n, n, halves, 2, D / 4), in pairs of its two quarters (record 17).
 
-    A second half, if there is one, stays as it is. It is not split off: with a split and a cat the compiler makes three
-    kernels.
+    n heads attend as a pair, or each alone. A second half, if there is one, stays as it is. It is not split off: with a
+    split and a cat the compiler makes three kernels.
     """
     half = torch.arange(x.size(-3), device=x.device).view(-1, 1, 1)
     sign = 1 - 2 * torch.arange(2, device=x.device).view(2, 1)  # (a, b) becomes (a cos + b sin, b cos - a sin)
@@ -1664,7 +1666,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y = scale R (x / rms(x)), for the rotation R of `rotate`, and 1 / rms(x) (T, heads, n, 1, 1, 1)."""
+    """Return y = scale R (x / rms(x)), for the rotation R of `rotate`, and 1 / rms(x) (T, H / n, n, 1, 1, 1)."""
     x32 = x.to(scale.dtype)
     inverse_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
     y = rotate(x32 * inverse_rms, cos, sin) * scale
@@ -1676,7 +1678,7 @@ def norm_rotate_backward(grad, y, inverse_rms, cos, sin, scale) -> Tensor:
 
     With r = 1 / rms(x), z = r x and a gradient g:    dx = r (s R'g - z mean(z . s R'g))
     A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - (mean(y . g) / s) R'y)
-    g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
+    Both are rotated, as the compiler would store their sum in fp32 before it is.
     """
     g = materialize(grad).to(scale.dtype)
     along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
@@ -1701,7 +1703,7 @@ class NormRotate(torch.autograd.Function):
 class FP8QKV(torch.autograd.Function):
     """x @ w.T in FP8 as queries, keys and values, of which the first two pass through `NormRotate`.
 
-    x (T, K); w (N, K): rows of queries, keys, values; split: the shape of a token's queries, as in `rotate`.
+    x (T, K); w (N, K): rows of queries, keys, values; split: the shape of a token's queries in `rotate`, without T.
     """
 
     @staticmethod
@@ -2731,12 +2733,13 @@ def all_gather_objects(own) -> list:
 class ShardedOptimizer:
     """An optimizer of parameters of one precision. Every rank updates an equal shard of their rows.
 
-    Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
-    whole buffer.
+    Parameters become views of one buffer: each starts at a row and is zero-padded.
 
         param_buffer, param_shard    all parameters, and this rank's rows; of Muon in the precision of activations
         grad_buffer, grad_shard      this rank's gradients of all, and the sums over all ranks of its own rows
         master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
+
+    With one process a shard is the whole buffer, and grad_shard is grad_buffer.
 
     groups: the row of `groups` for each parameter; emas: the rows of `emas` that apply to all of them, by number;
     grad_dtype: of grad_buffer, if not the parameters': of tables, whose gradients `AccumulatingEmbedding` adds there.
@@ -3287,7 +3290,7 @@ def save_checkpoint(trainer: "Trainer", log: "Log", must_match: dict[str, str], 
 
 
 def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
-    """Return the newest checkpoint, as --resume asks for, of a run that is not complete. None: a new run."""
+    """Return the newest checkpoint of a run that is not complete, if --resume asks for it. None: a new run."""
     if not given.resume:
         return None
     paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
@@ -3304,7 +3307,7 @@ class Clock:
     """The clock of a run: milliseconds of training, without validations and checkpoints."""
 
     def __init__(self, cfg: Hyperparameters):
-        self.synchronize = getattr(torch, cfg.device).synchronize  # of torch.cpu, where nothing is to be waited for
+        self.synchronize = getattr(torch, cfg.device).synchronize  # torch.cpu.synchronize does nothing
 
     def start(self, ms: float):
         """Go on from `ms`, once the device has done all that it was given, and without the garbage so far."""
@@ -3380,7 +3383,7 @@ class Log:
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
     def write_stop(self, error: BaseException):
-        """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
+        """Write why the run stops and how it goes on. Other ranks than 0 have no open file, so it is opened here."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         resume = ""
         if self.path.with_suffix(".checkpoint").exists():
@@ -3428,8 +3431,8 @@ class StepResults:
 class CUDAGraphs:
     """A function whose launches are replayed by a CUDA graph, one for each of its inputs' shapes (record 92).
 
-    One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
-    one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
+    Launching the kernels of a step one by one took a host 23 to 55 ms, more than those of a small batch run (one H100,
+    16 cores). A graph reads copies of its inputs, and its results last until the next call.
     torch.cuda.make_graphed_callables would capture the forward and the backward pass apart; here one graph has both,
     and the additions to the optimizers' buffers.
     """
@@ -3449,7 +3452,7 @@ class CUDAGraphs:
         tensors = self.tensors_in(args)
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.captured:
-            result = self.function(*args)  # compiles, and computes this call's; capturing below computes nothing
+            result = self.function(*args)  # compiles, and computes this call's result: capturing computes nothing
             static_args = tree_map_only(Tensor, torch.clone, args)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
@@ -3459,8 +3462,8 @@ class CUDAGraphs:
             return result
         graph, static_tensors, static_result = self.captured[shapes]
         # Rotary tables stay the same tensors throughout a stage
-        if new := [pair for *pair, old in zip(static_tensors, tensors, self.copied[shapes]) if pair[1] is not old]:
-            torch._foreach_copy_(*zip(*new))
+        changed = [i for i, tensor in enumerate(tensors) if tensor is not self.copied[shapes][i]]
+        torch._foreach_copy_([static_tensors[i] for i in changed], [tensors[i] for i in changed])
         self.copied[shapes] = tensors
         graph.replay()
         return static_result
@@ -3508,7 +3511,8 @@ class Trainer:
     ) -> Tensor:
         """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop.
 
-        next_exchange: in the last step of a cycle, that of the next one, whose rows then start to travel.
+        next_exchange: in the last step of a cycle, that of the next one. Then the gradients of n-grams are sent first
+        of all, and while those of parameters are reduced, rows are updated and the next cycle's are fetched.
         """
         if exchange is not self.table.exchange:  # the first cycle of a run, or what a validation read
             self.table.fetch(exchange)
@@ -3541,9 +3545,9 @@ class Trainer:
         """Add the gradients of a sequence to those before it since the last update. Return its summed loss."""
         loss = self.model(inputs, attn_settings, self.table.fetched, self.table.grads)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
-        # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        # `fetched` gets no gradient, as `AccumulatingEmbedding` adds it to the table's grads. It is named so that
-        # autograd goes there
+        # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0.
+        # `fetched` is among those wanted only so that the backward pass of `AccumulatingEmbedding` runs, which adds to
+        # the table's grads and returns None
         wanted = [self.table.fetched, *self.params.values()]
         _, *grads = torch.autograd.grad(loss, wanted, self.loss_scale, allow_unused=True)
         by_kind: dict[tuple, list] = {}  # a launch takes many gradients, if all have one precision
@@ -3558,7 +3562,10 @@ class Trainer:
         return loss.detach()
 
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
-        """Return what may follow no token (record 91, @jvarho); zeros before the last validation, for one graph."""
+        """Return the mask of tokens that never follow each token, for the last validation (record 91, @jvarho).
+
+        Those before get zeros, so that all run the same graph.
+        """
         bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
@@ -3571,8 +3578,8 @@ class Trainer:
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
         for inputs in sequences:
-            # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and
-            # exist at the same time
+            # Looked up here: within the graph the compiler would fuse all chunks of logits, and have them in memory at
+            # the same time
             invalid = None if mask is None else F.embedding(inputs.tokens, mask)
             total += self.model(inputs, attn_settings, self.table.fetched, invalid=invalid)
         return total
@@ -3584,9 +3591,11 @@ class Trainer:
         batches = [*val_batches(self.cfg)]
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        size = self.ranks.world_size
-        # A cycle has one sequence for each rank
-        cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
+        world_size = self.ranks.world_size
+        cycles = []  # each has one step, with a sequence for each rank
+        for first in range(0, len(batches), world_size):
+            sequences_of_ranks = [*chain(*batches[first : first + world_size])]
+            cycles.append(([schedule], [sequences_of_ranks]))
         for sequences, exchange, _ in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
         start_collective(dist.all_reduce, total)()
@@ -3594,8 +3603,9 @@ class Trainer:
 
     def dummy_batch(self, schedule: StepSchedule) -> tuple[list[ModelInputs], RowExchange]:
         """Return inputs of the sizes that a step or a validation has."""
-        # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
-        # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
+        # 48 different tokens are few enough for the sampled classes. Spread over the vocabulary they have n-grams on
+        # each of 8 ranks, several: with none or one a rank would compile again in training, as torch specializes on
+        # sizes of 0 and 1
         tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
         loader = DistributedDataLoader(self.cfg, self.ranks, self.device)  # its sweep of sampled classes moves on
         loaded = loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
@@ -3711,7 +3721,7 @@ def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms
         log.bar.unpause()
         clock.start(ms)
         for step in range(first, end + 1):
-            just_resumed = step == first  # its checkpoint exists and, after the last step, has blended already
+            just_resumed = step == first  # a checkpoint of the last step has the averages blended in already
             if step == end and not just_resumed:
                 for optimizer in trainer.optimizers:
                     optimizer.blend_emas()
@@ -3737,7 +3747,7 @@ def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms
 
 # ---- Run: parse, compare, restore, train, report ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
-    """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
+    """Join the ranks that torchrun's environment names. Objects are gathered by gloo, before devices are chosen."""
     try:
         given = {name: os.environ.get(name.upper()) for name in Ranks._fields}
         ranks = Ranks(**{name: int(value) for name, value in given.items() if value})
@@ -3936,6 +3946,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
+# Where twins clamp to FP8's range, casts of kernels saturate
 if triton:
     # Not triton.jit(mix_copies): torch.compile writes a kernel's functions anew, by their own names
     @triton.jit
@@ -4002,7 +4013,7 @@ if triton:
             back = own * c + (2 * is_second - 1) * other * tl.load(sin + angle, inside, other=0)
             rotated = tl.where(d < 2 * quarter, back, own)
             dz = rotated * tl.load(inverse_rms + t * (width // D) + head, t < T)
-        dz = (dz.to(grad.dtype.element_ty).to(tl.float32) * factor).to(dz_row.dtype.element_ty)  # the cast saturates
+        dz = (dz.to(grad.dtype.element_ty).to(tl.float32) * factor).to(dz_row.dtype.element_ty)
         tl.store(dz_row + t * N + first + head * D + d, dz, inside)
         tl.store(dz_col + (first + head * D + d).to(tl.int64) * T + t, dz, inside)
 
