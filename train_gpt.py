@@ -3827,7 +3827,8 @@ def agree(
     for rank, (_, _, has, _) in enumerate(everyone):
         if differing := {name: text for name, text in has.items() if text != began.get(name)}:
             theirs = {name: began.get(name) for name in differing}
-            raise UserError(f"the run began with {theirs}, rank {rank} has {differing}: give the same")
+            advice = "give the same, or another --run_id"
+            raise UserError(f"run {run_id} began with {theirs}, rank {rank} has {differing}: {advice}")
     return dataclasses.replace(cfg, run_id=run_id, seed=seed), saved
 
 
