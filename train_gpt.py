@@ -6,11 +6,11 @@
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
 https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. nano
-is a model of one layer, which begins by copying what followed a token like this one before. docs/tour.md explains all
-of it; `python -m speedrun site` puts it beside the code.
+has one layer, whose initial weights make it predict the token that followed the last occurrence of the current one.
+docs/tour.md explains all of it; `python -m speedrun site` puts it beside the code.
 
 "Record n" credits the record in which an idea first appeared; a number without a reason is the record's. "Quirk" marks
-what a record does without a known reason, and what equal numbers need. Shapes: T tokens, H heads, D dimensions per
+what is kept only to reproduce a record's numbers. Shapes: T tokens, H heads, D dimensions per
 head, K model width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of
 n-grams.
 """
@@ -113,8 +113,8 @@ ATTENTION = {
     "long": Attention("long", key_offset=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    # No positions (NoPE): with equal weights a token first attends to tokens like itself, and all of a key is from the
-    # token before, so it finds what followed them
+    # No positions (NoPE). The weights of queries and keys begin equal, and a key is computed from the token before: so
+    # a token attends to what followed earlier tokens like it
     "nope": Attention("long", rotary=False, key_offset=1.0),
 }
 
@@ -181,8 +181,8 @@ class Stage(NamedTuple):
     sampled_classes: tuple[int, ...] = (0,)
 
 
-DURATIONS = [duration / 0.9994 for duration in (0.2854, 0.3209, 0.3931)]  # record 92's, which add up to 0.9994
-TAPER = 0.06  # record 92's: this part of the third duration runs with 5/6 of the batch
+DURATIONS = [duration / 0.9994 for duration in (0.2854, 0.3209, 0.3931)]  # record 92's add up to 0.9994
+TAPER = 0.06  # record 92's: the last 6% of the base steps, cut from the third duration, take 5/6 of its batch
 GPT2_STAGES = (
     Stage(
         DURATIONS[0],
@@ -231,7 +231,7 @@ class Group(NamedTuple):
     decay: float = 0.0
     beta1: float = 0.9  # Adam: decay of the mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
-    # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
+    # Steps from one update to the next, which has their accumulated gradients: before long_interval_from, and after
     update_interval: tuple[int, int] = (2, 2)
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
     # Of tables in bf16: gradients are accumulated and reduced in fp16 instead of fp32, in half the bytes. Above 6e-5 it
@@ -300,14 +300,14 @@ class EMA(NamedTuple):
 
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
-# Record 92's rates. 2 / (n + 1) averages about n updates: 298, 74 = 298 / 4, and 25.5, for no reason that it gives
+# Record 92's rates, 2 / (n + 1): an average reaches back about n updates, 298, 74 and 25.5
 SLOW, FAST, FASTEST = 2 / 299, 2 / 75, 4 / 53
 GPT2_EMAS = (
     EMA("lm_head.weight embed.weight", window=298, rate=SLOW, blend=0.65, interval=1),
     EMA(VO_MLP, window=250, rate=FASTEST, blend=1.0, offset=-1),
     EMA("value_embeds.*", window=250, rate=FASTEST, blend=1.0, offset=3),
     EMA("*.qk_w", window=298, rate=FAST, blend=0.55, at_end=2),
-    # Blends apply in order, and the second row has replaced these values already: so record 92 lowers this blend
+    # Blends apply in order, and the second row has replaced these values already: record 92 lowers this one by 0.2007
     EMA(VO_MLP, window=298, rate=FAST, blend=0.55 - 0.2007, at_end=2),
 )
 
@@ -345,7 +345,9 @@ class Hyperparameters:
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
     tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
-    loss_scale: float = 1.0  # factor on a sequence's summed loss; not divided out again: but for eps updates ignore it
+    loss_scale: float = (
+        1.0  # factor on the loss in the backward pass; not divided out, as updates depend on it by their eps alone
+    )
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
@@ -373,7 +375,9 @@ class Hyperparameters:
     pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
     pointer_block: int = 2048  # the pointer sees its own block of this many tokens, and the block before
     val_pointer_block: int = 8192  # the same in validation
-    logits_chunk: int = 49152  # tokens whose logits exist at a time, in training. Without a pointer they are fp32: 8192
+    logits_chunk: int = (
+        49152  # tokens whose logits exist at a time, in training. Without a pointer take 8192: they are fp32 then
+    )
     val_logits_chunk: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
@@ -401,11 +405,11 @@ class Hyperparameters:
     resume: Literal["", "latest"] = ""  # latest: the newest run in log_dir goes on, of run_id if given
 
     def __post_init__(self):
-        """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
-        for name, row in TABLES.items():  # from JSON they come as lists
+        """Refuse what would train something else without an error. Other mistakes fail before the first step."""
+        for name, row in TABLES.items():  # sample.py reads them from JSON, where they are lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        self.check_numbers()
         self.check_rows()
+        self.check_numbers()
 
     def require(self, name: str, holds: bool, expected: str):
         """Raise UserError unless a field is as expected."""
@@ -448,15 +452,25 @@ class Hyperparameters:
         self.require("stages", math.isclose(whole, 1), "durations that add up to 1")
         cuts = {stage.max_doc_len > 0 for stage in self.stages}
         self.require("stages", len(cuts) == 1, "max_doc_len 0 in all or in none")
-        kinds = {ATTENTION[layer.attention].window for layer in self.layers if layer.attention is not None}
-        has_windows = all({*stage.windows} >= kinds for stage in self.stages)
-        self.require("stages", has_windows, f"windows for {', '.join(sorted(kinds))} in each, as layers have them")
+        attentions = {layer.attention for layer in self.layers} - {None}
+        self.require("layers", attentions <= ATTENTION.keys(), f"attention of {', '.join(ATTENTION)}")
+        kinds = {ATTENTION[attention].window for attention in attentions}
+        has_windows = all(kinds <= stage.windows.keys() == self.stages[0].windows.keys() for stage in self.stages)
+        self.require(
+            "stages", has_windows, f"in each the same windows, those for {', '.join(sorted(kinds))} among them"
+        )
+        is_complete = all(stage.mtp and stage.prefix and stage.sampled_classes for stage in self.stages)
+        self.require("stages", is_complete, "something in mtp, prefix and sampled_classes of each")
         # Settings that would be ignored
         names = [row.name for row in self.groups]
         self.require("groups", len({*names}) == len(names), "a name of its own in each row")
         self.require("groups", all(min(row.update_interval) > 0 for row in self.groups), "update intervals from 1")
         for row in self.groups:
-            self.require("groups", row.beta1 == 0 or row.optimizer != "RowAdam", f"beta1=0 for {row.name}")
+            is_row_adam = row.optimizer == "RowAdam"
+            self.require(
+                "groups", ("ngrams" in row.patterns.split()) == is_row_adam, "RowAdam for ngrams, and no other"
+            )
+            self.require("groups", row.beta1 == 0 or not is_row_adam, f"beta1=0 for {row.name}")
             self.require("groups", row.lr == 0 or row.optimizer != "Muon", f"lr_mul instead of lr for {row.name}")
             self.require("groups", row.lr > 0 or row.optimizer == "Muon", f"an lr for {row.name}")
         for number, layer in enumerate(self.layers):
@@ -753,8 +767,8 @@ def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
 def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> AdamStep:
     """Return the numbers of a group's `count`-th update."""
     lr = group.lr * lr_factor
-    # Where a group goes from updates every 2 steps to every 4, an update replaces two: betas are squared, the decay is
-    # doubled, the step size stays. Quirk: bias corrections take the new betas for all `count` updates
+    # 2 once a group is updated half as often. An update then stands for two: betas are squared, the decay is doubled;
+    # the learning rate stays. Quirk: bias corrections take the new betas for all `count` updates
     interval_ratio = update_interval_at(group, step, cfg) / group.update_interval[0]
     beta1, beta2 = group.beta1**interval_ratio, group.beta2**interval_ratio
     step_size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
@@ -796,7 +810,7 @@ def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
 def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
     """Return whether a step updates embedding and head as one table (records 51, 53: @varunneal).
 
-    Quirk: an update is tied if the one before it could be: so there is one more after the tied steps.
+    Quirk: the condition is on the step of the previous update, so the first update after the tied steps is tied, too.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
     return last > 0 and step - update_interval_at(head, step, cfg) < last
@@ -903,7 +917,7 @@ class AttentionSettings(NamedTuple):
 
 
 def rotary_cos_sin(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines (kinds, 2, positions, D / 4)."""
+    """Return (kinds, cosine and sine, positions, D / 4)."""
     angles = positions[:, None] * frequencies[:, None]
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
@@ -917,7 +931,7 @@ def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device
     attn_scales = torch.tensor([window.attn_scale for window in windows], dtype=wide).to(device, non_blocking=True)
     by_kind = torch.stack([window.frequencies for window in windows]).to(wide).to(device, non_blocking=True)
     positions = torch.arange(2 * schedule.seq_len, device=device)
-    # Here, and not in the model's graph, where each use would recompute them
+    # Computed outside of the model's graph: inside, the compiler would recompute them at each use
     rotary = compiled(rotary_cos_sin, cfg.compile, dynamic=True)(by_kind, positions, dtype)
     return AttentionSettings(tuple(schedule.windows), window_sizes, attn_scales, rotary)
 
@@ -995,8 +1009,8 @@ def cut_sequence(
         stop = min(end, begin + missing, begin + (max_doc_len or missing))
         pieces.append((begin, stop))
         missing -= stop - begin
-        if not max_doc_len:
-            rest.append((stop - 1, end))  # the next sequence begins with the last target of this one
+        if not max_doc_len:  # a stream is one piece; the next sequence begins with the last target of this one
+            rest.append((stop - 1, end))
             break
     return None if missing else np.array(pieces)
 
@@ -1009,7 +1023,7 @@ def plan_batches(
     lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
     """
     paths = deque(sorted(glob.glob(pattern, recursive=True)))
-    path = ""
+    path = ""  # at first no shard is open, so the first try finds too little
     documents: Iterator[tuple[int, int]] = iter(())  # those of the shard at `path` that are left
     rest: list[tuple[int, int]] = []  # what is left of a stream
     done = 0
@@ -1050,7 +1064,7 @@ class DataSummary(NamedTuple):
 
 
 def summarize(batches: Iterable[BatchPlan], schedules: Iterable[StepSchedule], cfg: Hyperparameters) -> DataSummary:
-    """Read all tokens of batches, in training with the last target of each sequence.
+    """Read all tokens of batches. In a stream of a validation the last target is the next sequence's first token.
 
     Raise UserError if a token is missing, or if a sequence has more targets than its stage has sampled classes.
     """
@@ -1101,6 +1115,10 @@ def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
     return table.reshape(-1, *shape[1:])
 
 
+NO_TARGET = -1  # of a token without a prefix, or whose prefix is not among the sampled classes
+PAST_END = -2  # a target behind the end of the sequence
+
+
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.bin)."""
     table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
@@ -1113,10 +1131,6 @@ def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
 
 
 # ---- Data loader: a thread prepares what the model reads of each sequence, ahead of the steps ------------------------
-NO_TARGET = -1  # a target without a loss: the next token has no prefix, or that is no sampled class
-PAST_END = -2  # a target behind the end of the sequence
-
-
 class ModelInputs(NamedTuple):
     """What the model reads of a sequence of T tokens."""
 
@@ -1130,7 +1144,7 @@ class ModelInputs(NamedTuple):
     sign_index: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
-# The record's factors of the current token, the one before, ...: of bigrams and of trigrams
+# The record's factors of the current token, the one before, ...: of bigrams and of trigrams, for rows and for signs
 ROW_FACTORS = (36313, 27191), (17351, 60961, 45259)
 SIGN_FACTORS = (48271, 30011), (58699, 39779, 26801)
 
@@ -1156,7 +1170,7 @@ def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """
     kinds = ROW_FACTORS[: cfg.ngram_order - 1]
     size = cfg.ngram_rows // len(kinds)
-    # Quirk: the bigram of the second token is hashed as if the first token were size - 1
+    # Quirk: for bigrams the record first writes size - 1 over the first token, which changes that of the second
     for_bigrams = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
     rows = []
     for i, (hashed_tokens, factors) in enumerate(zip([for_bigrams, tokens], kinds)):
@@ -1204,8 +1218,8 @@ class RowExchange(NamedTuple):
         order           0 2 1                                0 1
         offsets         0 2                                  0 1
 
-    Rows travel from send_rows to recv_ids when the cycle begins. When it ends, gradients travel back, and those of
-    equal rows are added up. On rank 1 send_rows and unique_rows are counted from its first row: 1 and 3.
+    Rows travel from send_rows to recv_ids before the cycle. When it ends, gradients travel back, and those of equal
+    rows, which `order` groups, are added up. On rank 1 send_rows and unique_rows are counted from its first row: 1, 3.
     """
 
     recv_ids: Tensor  # rows of the whole table that this rank reads, ascending, each once
@@ -1236,7 +1250,7 @@ def plan_exchange(
     """
     owned = rows_per_rank(cfg, ranks)
     first_row = ranks.rank * owned
-    # The inverse takes a fifteenth of the time of a search for each id
+    # return_inverse takes a fifteenth of the time of np.searchsorted
     found = torch.unique(torch.from_numpy(ids_by_rank[ranks.rank]), return_inverse=True)
     recv_ids, places = (t.numpy() for t in found)
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
@@ -1279,7 +1293,7 @@ def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperp
     if missing:
         sweep = 20011 * (offset + np.arange(V)) % V
         chosen[sweep[~chosen[sweep]][:missing]] = True
-        # Quirk: the next sweep begins so much later, whatever this one took
+        # Quirk: the next sweep skips this many rows, however far this one got. 20011, 1.7 and 256 are the record's
         offset = (offset + min(V, int(1.7 * missing) + 256)) % V
     return np.flatnonzero(chosen), offset
 
@@ -1364,19 +1378,20 @@ class DistributedDataLoader:
         rank, world_size = self.ranks.rank, self.ranks.world_size
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         row_ids = [[ngram_row_ids(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]  # (G, T) each
-        # By rank, those of its sequences, one step after the other. In a validation it may have no sequence
-        ids_of = [[ids for of_step in row_ids for ids in of_step[r::world_size]] for r in range(world_size)]
-        nothing = np.empty(0, np.int32)
-        ids_by_rank = [np.concatenate([nothing, *(ids.ravel() for ids in own)]) for own in ids_of]
+        # By rank, those of its sequences, one step after the other. In a validation a rank may have no sequence
+        ids_by_rank = [np.empty(0, np.int32)] * world_size
+        for of_step in row_ids:
+            for r in range(world_size):
+                ids_by_rank[r] = np.concatenate([ids_by_rank[r], *(ids.ravel() for ids in of_step[r::world_size])])
         exchange, places = plan_exchange(ids_by_rank, self.ranks, self.cfg)
-        ends = np.cumsum([ids.size for ids in ids_of[rank]], dtype=int)
-        parts = iter(np.split(places, ends))  # one for each of this rank's sequences, in the same order
+        end = 0  # of `places` so far, which come in the same order
         steps: list[list[ModelInputs]] = []
-        for schedule, batch in zip(schedules, batches):
+        for schedule, batch, of_step in zip(schedules, batches, row_ids):
             steps.append([])
             for i in range(rank, len(batch), world_size):
+                begin, end = end, end + of_step[i].size
+                ngram_index = places[begin:end].reshape(of_step[i].shape)
                 classes = self.next_classes(schedule, i, batch[i][1:])
-                ngram_index = next(parts).reshape(-1, len(batch[i]) - 1)
                 steps[-1].append(self.model_inputs(schedule, batch[i], classes, ngram_index))
         return tree_map_only(Tensor, self.pin, (steps, exchange))
 
@@ -1429,7 +1444,7 @@ class DistributedDataLoader:
                 (*steps, last_step), exchange = loaded
                 for inputs in steps:
                     yield inputs, exchange, None
-                loaded = take()
+                loaded = take()  # before the last step, as that fetches the next cycle's rows
                 yield last_step, exchange, None if loaded is None else loaded[1]
 
 
@@ -1456,7 +1471,7 @@ def sigmoid_gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) over the last dimension. It saves its result y, which the next product in bf16 saves, too, and not x.
+    """x / rms(x) over the last dimension. It saves y and not x, as the next product, if in bf16, saves y anyway.
 
     With r = 1 / rms(x) and a gradient g with respect to y = r x, that with respect to x is r (g - y mean(g . y)).
     """
@@ -1487,7 +1502,7 @@ FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 if torch.version.cuda:  # elsewhere nothing is in FP8, and the import takes a second
     import torch._inductor.inductor_prims  # registers the operation that is looked up next
-# Of PyTorch's compiler: a tensor is stored in a given layout. Versions without it compute the same, but store twice
+# An operation of PyTorch's compiler that stores a tensor in a given layout. Some versions lack it
 FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
 
 
@@ -1507,7 +1522,7 @@ def can_use_kernels(t: Tensor) -> bool:
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return scale * t in FP8. Numbers beyond its limit are clamped: some devices saturate, others give NaN.
 
-    By torch.where and not clamp: with ptxas 12.9, kernels that clamped and stored both layouts corrupted the columns
+    By torch.where and not clamp: with ptxas 12.9 a kernel that clamps and stores both layouts writes wrong columns
     (triton issue 11111, torchao issue 4652).
     """
     limit = torch.finfo(dtype).max
@@ -1542,7 +1557,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, 
 def fp8_linear_backward(
     dz_row: Tensor, dz_col: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to x (T, K) and w (N, K) of z = x @ w.T, from dz (T, N) in both layouts."""
+    """Return the gradients with respect to x (T, K) and w (N, K) of x @ w.T, from FP8_GRAD * dz in both layouts."""
     return fp8_matmul(dz_row, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(dz_col.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
@@ -1565,11 +1580,12 @@ def relu_squared_fp8(z: Tensor) -> tuple[Tensor, Tensor]:
 def relu_squared_backward(
     grad_q: Tensor, w_q: Tensor, act_q: Tensor, scales: Tensor, act_scale: Tensor, has_tma: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dz = 2 relu(z) (grad @ w) (T, N), row-major and column-major, and act_scale * act column-major, in FP8.
+    """Return FP8_GRAD * dz (T, N), row-major and column-major, and act_scale * act, column-major, all in FP8.
 
-    That is the gradient with respect to z of act @ w.T, for grad (T, K), w (K, N) and act = relu(z)^2, which
-    `relu_squared_fp8` stored as act_q (T, N) and scales (T, 1); so relu(z) is the root of act (record 87). Products
-    that sum over tokens want both operands column-major. A kernel does it all while the product is in registers.
+    dz = 2 relu(z) (grad @ w) is the gradient with respect to z of act @ w.T, for grad (T, K), w (K, N) and
+    act = relu(z)^2, which `relu_squared_fp8` stored as act_q (T, N) and scales (T, 1); so relu(z) is the root of act
+    (record 87). Products that sum over tokens want both operands column-major. A kernel does it all while the product
+    is in registers.
     """
     if not (has_tma and can_use_kernels(grad_q)):
         act = act_q.to(scales.dtype) * scales
@@ -1596,7 +1612,7 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of the activation.
 
     w2_scales (1, K) is 1 / FP8_W for each column: with scales of rows `_scaled_mm` needs scales of columns, too.
-    Records scale by the maximum of the step before, which a checkpoint would have to keep.
+    Records use the maximum of the step before instead, which would be state in a checkpoint.
     """
 
     @staticmethod
@@ -1618,7 +1634,7 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
         dz_row, dz_col, act_col = relu_squared_backward(grad_q, w2_q, act_q, scales, act_scale, ctx.has_tma)
         grad_w2 = fp8_matmul(grad_q.t(), act_col, FP8_GRAD * act_scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz_row, dz_col, x_q, w1_q, grad.dtype)
-        # Laid out as c_fc: if one gradient has another layout, `_foreach_add_` adds all of them one by one
+        # In c_fc's layout: with another one `_foreach_add_` falls back to a launch for each tensor
         return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
 
 
@@ -1657,8 +1673,8 @@ class MLP(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first half of heads x (T, H / n, n, halves, 2, D / 4), in pairs of its two quarters (record 17).
 
-    n heads attend as a pair, or each alone. A second half, if there is one, stays as it is. It is not split off: with a
-    split and a cat the compiler makes three kernels.
+    n heads attend as a pair, or each alone. A whole head has two halves, of which the second stays as it is; a half
+    head has one. They are not split: with a split and a cat the compiler makes three kernels.
     """
     half = torch.arange(x.size(-3), device=x.device).view(-1, 1, 1)
     sign = 1 - 2 * torch.arange(2, device=x.device).view(2, 1)  # (a, b) becomes (a cos + b sin, b cos - a sin)
@@ -1678,7 +1694,7 @@ def norm_rotate_backward(grad, y, inverse_rms, cos, sin, scale) -> Tensor:
 
     With r = 1 / rms(x), z = r x and a gradient g:    dx = r (s R'g - z mean(z . s R'g))
     A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - (mean(y . g) / s) R'y)
-    Both are rotated, as the compiler would store their sum in fp32 before it is.
+    The sum is not formed before the rotation: the compiler would store it in fp32 first.
     """
     g = materialize(grad).to(scale.dtype)
     along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
@@ -1728,7 +1744,7 @@ class FP8QKV(torch.autograd.Function):
 
 
 def qkv_backward(grads, saved_q, saved_k, cos, sin) -> tuple[Tensor, Tensor]:
-    """Return the gradient dz (T, N) of the product in `FP8QKV`, in e5m2: row-major for x, column-major for w.
+    """Return FP8_GRAD * dz (T, N) of the product in `FP8QKV`, in e5m2: row-major for x, column-major for w.
 
     grads: of queries, keys and values. saved_q, saved_k: y, 1 / rms(x) and the scale of `norm_rotate`.
     """
@@ -1742,8 +1758,7 @@ def qkv_backward_with_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Do what `qkv_backward` does. A kernel stores both layouts, for queries, keys and values by a launch each.
 
-    The compiler stores a bf16 gradient, reads it to store the rows, and these to store the columns: in stage 3 of gpt2
-    it moves 1.8 GB more.
+    The compiler makes three passes, bf16 gradient, rows, columns: 1.8 GB more in a step of gpt2's stage 3.
     """
     T, n, quarter = len(cos), cos.size(2), cos.size(-1)
     widths = [grad.numel() // T for grad in grads]
@@ -1752,7 +1767,7 @@ def qkv_backward_with_kernel(
     dz_col = dz_row.new_empty(N, T)
     first = 0  # column of dz
     for grad, width, saved in zip(grads, widths, (saved_q, saved_k, None)):
-        y, inverse_rms, scale = saved or [grad] * 3  # for values the kernel reads none of these
+        y, inverse_rms, scale = saved or [grad] * 3  # for values these are placeholders that the kernel does not read
         D = grad.shape[3:].numel() if saved else 128  # columns of a program: a head, or some of the values
         block = 4096 // D  # tokens of a program, which has that many numbers in registers
         qkv_backward_kernel[triton.cdiv(width, D), triton.cdiv(T, block)](
@@ -1816,10 +1831,12 @@ def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None
     end_visible = (first_visible <= own[:, None]).sum(1, dtype=torch.int32)
     end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
     # With a further condition no block is known to be full
-    num_full = (own - first_full).clamp(min=0) * (extra_mask_mod is None)
+    num_full_keys = (own - first_full).clamp(min=0) * (extra_mask_mod is None)
     num_full_queries = (end_full - own - 1).clamp(min=0) * (extra_mask_mod is None)
-    keys_of_queries = block_lists(own, own - first_visible + 1, num_full, step=-1)
-    queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
+    num_visible_keys = own - first_visible + 1  # from first_visible to its own
+    num_visible_queries = end_visible - own  # from its own to the one before end_visible
+    keys_of_queries = block_lists(own, num_visible_keys, num_full_keys, step=-1)
+    queries_of_keys = block_lists(own, num_visible_queries, num_full_queries, step=1)
     lengths = len(start), len(start)
     sees = causal_mask(start, extra_mask_mod)
     return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)  # type: ignore[misc]
@@ -1833,9 +1850,8 @@ def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -
     slot = torch.arange(len(own), dtype=torch.int32, device=own.device)  # positions in a list
     last = len(own) - 1  # padding names blocks, too: FlexAttention loads the first entry even of an empty list
     full = (own[:, None] + step * (1 + slot)).clamp(0, last)
-    away = torch.where(
-        slot == 0, 0, num_full[:, None] + slot
-    )  # first the block itself, then those behind the full ones
+    # How far away each partial block is: 0, then as far as those behind the full ones
+    away = torch.where(slot == 0, 0, num_full[:, None] + slot)
     partial = (own[:, None] + step * away).clamp(0, last)
     return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
 
@@ -1902,8 +1918,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     options: dict = dict(ROWS_GUARANTEED_SAFE=True, bwd_num_warps=8)
     if q.size(-1) == 64:
         options["fwd_num_warps"] = 8
-        # On 8.x and 12.x 8 warps want blocks of 128 rows: with 64, the default, they compute products twice. With 32
-        # beside them the backward pass spills 0 bytes (8.9) and 164 (12.0), not 504 and 752 (compiled, never run)
+        # On 8.x and 12.x these blocks spill least in the backward pass: 0 bytes on 8.9 and 164 on 12.0, instead of 504
+        # and 752 (compiled, never run)
         if torch.cuda.get_device_properties().major in (8, 12):
             options |= dict(bwd_BLOCK_M1=32, bwd_BLOCK_N1=128, bwd_BLOCK_M2=128, bwd_BLOCK_N2=32)
     y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # type: ignore[call-overload]
@@ -1922,7 +1938,7 @@ class AttentionContext(NamedTuple):
 class CausalSelfAttention(nn.Module):
     """Attention with QK-norm, rotary and value embeddings, from x (T, K), of unit RMS, to (T, K).
 
-    Half heads (record 92) use the first half of a head's rows, or columns of c_proj. The matrices are whole all the
+    Half heads (record 92) use the first D / 2 rows of each head, or columns of c_proj. The matrices are whole all the
     same, so that Muon has few shapes: the other half is never read, and only decays.
     """
 
@@ -2008,9 +2024,8 @@ class CausalSelfAttention(nn.Module):
     def normalize(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys: QK-norm (@Grad62304977), and rotary embedding; all shaped as in `rotate`.
 
-        Quirk: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs the heads h and
-        h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped: head 1 comes first, at
-        2 t, and is rotated to 2 t + 1.
+        Quirk: `attend` puts the heads h < H / 2 of pairs first, at 2 t, and the others at 2 t + 1, but rotations go by
+        h % 2. So of gpt2's pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
         if self.kind.rotary:
             q = NormRotate.apply(q, context.cos, context.sin, context.scale)
@@ -2120,7 +2135,7 @@ class GateNet(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, init: dict[int, GateValues], groups: int = 0):
         super().__init__()
-        # bf16 as in the record, which rounds steps of 8e-4 away: a bias of 2.5 = 0.25 / GATE_SCALE never changes
+        # Quirk: bf16, in which a step of 8e-4 is lost beside a bias of 2.5 = 0.25 / GATE_SCALE: it never moves
         dtype = getattr(torch, cfg.dtype)
         self.init = init
         bias = [*chain(*(values for gates in init.values() for values in gates.values()))]
@@ -2180,8 +2195,8 @@ class Block(nn.Module):
         mlp_input = norm(x)
         x <- g.resid[1] * x + g.post[1] * mlp(mlp_input) + ...                      mlps
 
-    With mudd streams are the input of layer 0, which then is x0, too, outputs[mudd], and x. Attention adds
-    g.to_values . streams to its values.
+    Gates are computed from x as it comes in. With mudd, streams = (input of layer 0, outputs[mudd], x), x0 is replaced
+    by the first of them (a quirk), and attention adds g.to_values . streams to its values.
     """
 
     def __init__(self, cfg: Hyperparameters, number: int):
@@ -2226,7 +2241,7 @@ class Block(nn.Module):
         mudd_values = None
         x0 = shared.x0
         if layer.mudd is not None:
-            x0 = earlier[0].block_input  # quirk: with n-grams, unlike the x0 of other layers
+            x0 = earlier[0].block_input  # Quirk: with n-grams, unlike the x0 of other layers
             streams = [x0, earlier[layer.mudd].output, x]
             mudd_values = mix(gates.to_values, streams)
             x = x + mix(gates.to_stream, streams)
@@ -2297,7 +2312,9 @@ class GPT(nn.Module):
         self.cfg = cfg
         K = cfg.model_dim
         vocab_size = cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # of tables, networks and gates, as of activations; the rest begins in fp32
+        dtype = getattr(
+            torch, cfg.dtype
+        )  # of activations, tables, networks, value and smear gates; the rest is in fp32
         self.embed = Table(torch.empty(cfg.padded_vocab if cfg.tied_frac else vocab_size, K, dtype=dtype).normal_())
         self.value_embeds = nn.ModuleDict()
         for i, layer in enumerate(cfg.layers):
@@ -2313,7 +2330,7 @@ class GPT(nn.Module):
         self.gate_nets = self.make_gate_nets()
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if outputs := cfg.layers[-1].head_mix:
-            # Weights of `head_mix_streams`. That of the output that is named first begins at -0.5: record 40 (@snimu,
+            # Weights of `head_mix_streams`. The first output that is named begins at -0.5: record 40 (@snimu,
             # @classiclarryd)
             of_outputs = [-0.5] + [0.0] * (len(outputs) - 1)
             weights = [0.0, *of_outputs, *[0.0] * len(self.value_embeds), 0.0, 0.0]
@@ -2465,8 +2482,8 @@ class Pointer(nn.Module):
     def forward(self, x: Tensor, inputs: ModelInputs) -> Tensor:
         """Return each token's attention mass (T, 2): on all tokens that equal the next one, and on the sink.
 
-        There are two heads with the same queries and keys. The mask of the first shows all earlier tokens, that of the
-        second those of them that equal the next one. exp(equal - total) is the mass on the latter.
+        It takes two log-sum-exps of the same scores: `seen`, over all earlier tokens, and `equal`, over those of them
+        that equal the next one. Attention has a head for each, which differ in their masks alone.
         """
         cfg = self.cfg
         tokens = inputs.tokens
@@ -2497,7 +2514,7 @@ def two_logsumexps(q: Tensor, k: Tensor, mask: BlockMask | BandMask) -> tuple[Te
     y, aux = flex_attention(
         q.expand(1, 2, -1, -1), k, k[..., :16], block_mask=mask, return_aux=AuxRequest(lse=True), **options
     )
-    # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
+    # 0 * y gives y a gradient, without which torch 2.13 compiles nothing
     seen, equal = aux.lse[0] + 0 * y[0, ..., 0]
     return seen, equal
 
@@ -2508,7 +2525,7 @@ def mix_copies(p, alpha, copy_mass, sink_mass):
     p is the softmax of the next token. copy_mass, sink_mass: what `Pointer` returns. alpha is split between copies and,
     through the sink, the vocabulary without "a copy", where the next token has p / (1 - alpha):
 
-        p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9        so that log p' is finite
+        p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9         (1e-9 keeps log p' finite)
     """
     return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
 
@@ -2560,7 +2577,7 @@ def softcapped_softmax(z: Tensor, targets: Tensor, cfg: Hyperparameters, invalid
     return Softmax(s, exps, total, target_logits - total.log())
 
 
-def copy_arguments(softmax: Softmax, pointer_mass: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mix_arguments(softmax: Softmax, pointer_mass: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return p, alpha, copy_mass and sink_mass of `mix_copies`: the first target is the next token, the last a copy."""
     alpha = softmax.log_p[:, -1].exp().clamp(max=1 - 1e-6)
     return softmax.log_p[:, 0].exp(), alpha, pointer_mass[:, 0], pointer_mass[:, 1]
@@ -2570,7 +2587,7 @@ def target_losses(softmax: Softmax, targets: Tensor, weights: Tensor, pointer_ma
     """Return the losses (T,) in nats, of the targets with weights (n,). pointer_mass (T, 2): None without a pointer."""
     log_p = softmax.log_p
     if pointer_mass is not None:
-        mixed = mix_copies(*copy_arguments(softmax, pointer_mass))
+        mixed = mix_copies(*mix_arguments(softmax, pointer_mass))
         log_p = torch.cat([mixed.log()[:, None], log_p[:, 1:]], dim=1)
     return -(weights * (targets >= 0) * log_p).sum(-1)
 
@@ -2579,12 +2596,12 @@ def cross_entropy_gradients(
     softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of `target_losses` with respect to z (T, V) and to pointer_mass. Overwrites softmax.exps."""
-    # Each target adds weight * (softmax - [its own logit]). Quirk: a target PAST_END has no
-    # loss, but its weight lowers the logits
+    # Each target adds weight * (softmax - [its own logit]). Quirk: the weight of a target PAST_END still multiplies the
+    # softmax, though it has no loss
     target_weights = weights * (targets != NO_TARGET)
     d_pointer_mass = None
     if pointer_mass is not None:
-        arguments = copy_arguments(softmax, pointer_mass)
+        arguments = mix_arguments(softmax, pointer_mass)
         scale = weights[0] / mix_copies(*arguments)
         next_weight, copy_weight, *d_masses = mix_copies_backward(*arguments, scale)
         target_weights = torch.cat([next_weight[:, None], target_weights[:, 1:-1], copy_weight[:, None]], dim=1)
@@ -2598,9 +2615,9 @@ def cross_entropy_gradients(
 def cross_entropy(
     z: Tensor, scale: float, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return losses (T,), and their gradients with respect to z (T, V), times `scale`, and to pointer_mass (T, 2).
+    """Return losses (T,), scale * dz (T, V) and d_pointer_mass (T, 2), their gradients.
 
-    The first are in the precision of z, or in e5m2 where z is in e4m3. z may be overwritten.
+    dz is in the precision of z, or in e5m2 where z is in e4m3; without FP8 scale is 1. z may be overwritten.
     """
     if can_use_kernels(z) and pointer_mass is not None:
         return cross_entropy_with_kernel(z, scale, targets, weights, pointer_mass, cfg)
@@ -2623,14 +2640,14 @@ def cross_entropy_with_kernel(
     d_pointer_mass = torch.empty_like(pointer_mass)
     cross_entropy_kernel[(len(z),)](
         z, targets, weights, pointer_mass, losses, d_pointer_mass, z.size(1), len(weights),
-        slope=-1 / c, shift=-d / c, bits=r / math.log(2), factor=scale * r * 2 / c, BLOCK=2048,
+        slope=-1 / c, shift=-d / c, range_log2=r / math.log(2), factor=scale * r * 2 / c, BLOCK=2048,
     )  # fmt: skip
     fp8 = z.dtype == torch.float8_e4m3fn
     return losses, z.view(torch.float8_e5m2) if fp8 else z, d_pointer_mass
 
 
 # The head's scales are the record's and leave room: x, of unit RMS, may reach 100 and w 2 before they saturate at 448,
-# e4m3's largest number. A gradient of 1.6 with respect to a logit, about the largest, becomes 956 of e5m2's 57,344
+# e4m3's largest number. dz is at most the weights' sum of 2 times r (2 / c) / 4 = 0.77: 1.53, or 916 of e5m2's 57,344
 HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -2650,9 +2667,7 @@ def head_loss_fp8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return what `head_loss` does, with products in FP8 (record 19, @YouJiacheng).
 
-    x, w and the logits (record 92) are in e4m3, their gradient, which needs range more than precision, in e5m2. Static
-    scales suffice: x has unit RMS, w saturates, and the gradient of a token's loss with respect to a logit is below 1.6
-    in gpt2.
+    x, w and the logits (record 92) are in e4m3, their gradient, which needs range more than precision, in e5m2.
     """
     x_q = quantize(x, HEAD_FP8_X, torch.float8_e4m3fn)
     w_q = quantize(w, HEAD_FP8_W, torch.float8_e4m3fn)
@@ -2780,8 +2795,9 @@ class ShardedOptimizer:
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer
         if ranks.world_size > 1:
-            is_shorter = self.param_buffer.itemsize < self.grad_buffer.itemsize
-            sent_dtype = self.param_buffer.dtype if is_shorter else self.grad_buffer.dtype
+            # Gradients travel in the shorter precision of the two
+            params_are_shorter = self.param_buffer.itemsize < self.grad_buffer.itemsize
+            sent_dtype = self.param_buffer.dtype if params_are_shorter else self.grad_buffer.dtype
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=sent_dtype)
         self.master = self.shard(values).clone() if self.has_master else self.param_shard
         self.state = self.init_state()
@@ -2816,7 +2832,7 @@ class ShardedOptimizer:
 
     @property
     def accumulates(self) -> bool:
-        """Return whether gradients are added up. If a matrix has only one for an update, it is copied instead."""
+        """Return whether gradients are added up. A matrix's only one for an update overwrites the buffer instead."""
         is_single = self.cfg.batch_sequences == self.ranks.world_size and max(self.groups[0].update_interval) == 1
         return not (self.by_matrix and is_single)
 
@@ -2913,7 +2929,7 @@ class Adam(ShardedOptimizer):
 
     def init_state(self) -> dict[str, Tensor]:
         dtype = accum_dtype(self.master.dtype)
-        self.param_of_row: Tensor | slice = slice(1)  # in one group the numbers of the first parameter serve all rows
+        self.param_of_row: Tensor | slice = slice(1)  # one group: the first parameter's numbers, broadcast to all rows
         if len({*self.groups}) > 1:
             params = [i for i, count in enumerate(self.rows_per_param) for _ in range(count)]
             self.param_of_row = self.shard(torch.tensor(params)).to(self.master.device)
@@ -3049,14 +3065,14 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
                 f"{name}: group {group.name} has optimizer {group.optimizer}, expected one of {[*OPTIMIZERS]}"
             )
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
-        key: tuple
+        key: tuple  # parameters with equal keys share an optimizer
         if OPTIMIZERS[group.optimizer].by_matrix:
-            key = emas, group._replace(name="", patterns="", lr_mul=1.0), p.shape[-2:]
+            key = emas, group._replace(name="", patterns="", lr_mul=1.0), p.shape[-2:]  # lr_mul may differ
         elif p in tables:
             key = emas, group, p.dtype
         else:
-            key = emas, group.optimizer, group.update_interval, group.keep_norm, p.dtype
-        members.setdefault(key, {})[name] = p  # those with equal keys share an optimizer
+            key = emas, group.optimizer, group.update_interval, group.keep_norm, p.dtype  # rates and betas may differ
+        members.setdefault(key, {})[name] = p
     for row in cfg.emas:
         if not any(matches(name, row.patterns) for name, _ in gpt.named_parameters()):
             raise UserError(f"emas: no parameter is named by {row.patterns}")
@@ -3138,8 +3154,8 @@ class NgramTable:
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
-        self.exchange: RowExchange | None = None  # whose rows were fetched last
-        self.wait_for_rows: Callable[[], object] = lambda: None  # that are on their way to `fetched`
+        self.exchange: RowExchange | None = None  # whose rows are in `fetched`, or on their way
+        self.wait_for_rows: Callable[[], object] = lambda: None  # waits until they have arrived
         self.group = find_group("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
         rows = rows_per_rank(cfg, ranks)
@@ -3163,7 +3179,7 @@ class NgramTable:
     def fetch(self, exchange: RowExchange):
         """Start to fetch the rows that a cycle reads."""
         self.exchange = exchange
-        self.wait_for_rows()  # if others are still on their way, these must come later
+        self.wait_for_rows()  # an earlier fetch may still be writing to `fetched`
         rows = self.rows[exchange.send_rows]
         fetched = self.fetched.detach()[: len(exchange.recv_ids)]
         # `cache`: only the first call waits
@@ -3205,7 +3221,7 @@ class NgramTable:
         self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
-        """Return on the host the rows that have changed: either is not 0, as v may have decayed to 0."""
+        """Return on the host the rows with a value or a v other than 0: v alone may have decayed to 0."""
         both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
         ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
@@ -3278,15 +3294,18 @@ def save(log: "Log", path: Path, content: dict | bytes | None) -> list[str]:
 
 
 def save_checkpoint(trainer: "Trainer", log: "Log", must_match: dict[str, str], step: int, ms: float):
-    """Save the tensors of each rank, then the file that names them. Until that is whole, the last one is."""
+    """Save the tensors of each rank, then the file that names them. Until it is whole, the previous one is valid."""
     cfg = trainer.cfg
     rank = trainer.ranks.rank
     path = tensor_file(cfg, step, trainer.ranks)
-    checksums = save(log, path, trainer.state_dict() | trainer.table.state())
+    # Copies, as torch.save writes all of a storage of which a tensor is a part
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.state_dict().items()}
+    checksums = save(log, path, tensors | trainer.table.state())
     new = Checkpoint(cfg.run_id, cfg.seed, must_match, step, ms, log.curves, checksums)
     if checksums and save(log, log.path.with_suffix(".checkpoint"), new._asdict() if rank == 0 else None):
         for other in {*path.parent.glob(f"{glob.escape(cfg.run_id)}.step*.rank{rank}")} - {path}:
-            other.unlink()
+            with contextlib.suppress(OSError):
+                other.unlink()
 
 
 def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
@@ -3295,8 +3314,8 @@ def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
         return None
     paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
     unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
-    none = Path(given.log_dir, f"{given.run_id}.checkpoint")
-    path = max(unfinished or paths, key=os.path.getmtime, default=none)
+    if_absent = Path(given.log_dir, f"{given.run_id}.checkpoint")  # its run may be complete without it
+    path = max(unfinished or paths, key=os.path.getmtime, default=if_absent)
     if path.with_suffix(".json").exists():
         raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
     return load_file(path, into=Checkpoint) if path.exists() else None
@@ -3383,7 +3402,7 @@ class Log:
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
     def write_stop(self, error: BaseException):
-        """Write why the run stops and how it goes on. Other ranks than 0 have no open file, so it is opened here."""
+        """Write why the run stops and how it goes on. No rank has the file open by now."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         resume = ""
         if self.path.with_suffix(".checkpoint").exists():
@@ -3694,11 +3713,11 @@ def uninterrupted(received: list[str]) -> Iterator[None]:
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
     gc.disable()  # one collection of all there is took 0.6 s (nanochat issue 477)
+    before = {number: signal.signal(number, receive) for number in heard}
     try:
-        before = [signal.signal(number, receive) for number in heard]
         yield
     finally:
-        for number, handler in zip(heard, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
         gc.enable()
 
@@ -3721,13 +3740,15 @@ def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms
         log.bar.unpause()
         clock.start(ms)
         for step in range(first, end + 1):
-            just_resumed = step == first  # a checkpoint of the last step has the averages blended in already
-            if step == end and not just_resumed:
+            is_first = (
+                step == first
+            )  # it has a checkpoint, if resumed, with the averages blended in after the last step
+            if step == end and not is_first:
                 for optimizer in trainer.optimizers:
                     optimizer.blend_emas()
             may_stop = step == end or step % cfg.common_interval == 0  # no gradient waits for an update
             stops = may_stop and results.num_signals > 0
-            saves = step < end and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and not just_resumed
+            saves = step < end and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and not is_first
             validates = step == end or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
             if stops or saves or validates:
                 results.take()
@@ -3765,7 +3786,10 @@ def init_distributed() -> Ranks:
 
 
 def end_unless_first(error: BaseException, ranks: Ranks):
-    """Return on the rank that fails first; end the others, which fail as it is gone. Each other node is told why."""
+    """Return on the rank that fails first, which then reports. Others, which fail as it is gone, exit with its code.
+
+    On each other node one says why.
+    """
     if not dist.is_initialized():
         return
     node = ranks.rank - ranks.local_rank  # its first rank
@@ -3821,14 +3845,14 @@ def agree(
     Raise UserError on all ranks if `fingerprint` differs on one, or from that of the run to resume.
     """
     everyone = all_gather_objects((cfg.run_id, cfg.seed, must_match, saved))
-    run_id, seed, began, saved = everyone[0]
+    run_id, seed, reference, saved = everyone[0]
     if saved:
-        run_id, seed, began = saved.run_id, saved.seed, saved.must_match
-    for rank, (_, _, has, _) in enumerate(everyone):
-        if differing := {name: text for name, text in has.items() if text != began.get(name)}:
-            theirs = {name: began.get(name) for name in differing}
+        run_id, seed, reference = saved.run_id, saved.seed, saved.must_match
+    for rank, (_, _, own, _) in enumerate(everyone):
+        if differing := {name: text for name, text in own.items() if text != reference.get(name)}:
+            expected = {name: reference.get(name) for name in differing}
             advice = "give the same, or another --run_id"
-            raise UserError(f"run {run_id} began with {theirs}, rank {rank} has {differing}: {advice}")
+            raise UserError(f"run {run_id} began with {expected}, rank {rank} has {differing}: {advice}")
     return dataclasses.replace(cfg, run_id=run_id, seed=seed), saved
 
 
@@ -3931,7 +3955,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if log:
             log.write_stop(error)
         raise
-    if dist.is_initialized():  # a thread that is left was seen to abort a process that had done its work
+    if dist.is_initialized():  # else a thread that is left may abort the finished process
         dist.destroy_process_group()
     return result
 
@@ -3947,7 +3971,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
-# Where twins clamp to FP8's range, casts of kernels saturate
+# Twins clamp before they cast to FP8; here the cast saturates
 if triton:
     # Not triton.jit(mix_copies): torch.compile writes a kernel's functions anew, by their own names
     @triton.jit
@@ -4039,7 +4063,7 @@ if triton:
 
     @triton.jit
     def tanh(x):
-        """Return tanh(x) by one instruction. Its error moves a logit by at most 0.006; e4m3 rounds that by 0.06.
+        """Return tanh(x) by one instruction. Its error moves a logit by at most 0.006, a tenth of what e4m3 rounds.
 
         With tl.sigmoid and tl.exp a logit of stage 3 took 58 instructions instead of 32, which decide the time.
         """
@@ -4060,11 +4084,12 @@ if triton:
     @triton.jit
     def cross_entropy_kernel(
         z, targets, weights, pointer_mass, losses, d_pointer_mass, V, n,
-        slope: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
+        slope: tl.constexpr, shift: tl.constexpr, range_log2: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient with respect to the logits. Twin: `cross_entropy`.
 
-        slope, shift: s = (1 + tanh(slope z + shift)) / 2. bits: softcap_range / ln 2, as tl.exp2 takes one instruction.
+        slope, shift: s = (1 + tanh(slope z + shift)) / 2. range_log2: softcap_range / ln 2, as
+        tl.exp2 takes one instruction.
         factor: of dz, the FP8 scale and the derivative of the softcap.
         """
         row = tl.program_id(0).to(tl.int64)
@@ -4075,12 +4100,12 @@ if triton:
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            totals += tl.where(columns < V, tl.exp2(-bits * sigmoid_at(columns, z, V, slope, shift)), 0)
+            totals += tl.where(columns < V, tl.exp2(-range_log2 * sigmoid_at(columns, z, V, slope, shift)), 0)
         total = tl.sum(totals)
         first = tl.load(targets)
         copy = tl.load(targets + n - 1)
-        p = tl.exp2(-bits * sigmoid_at(first, z, V, slope, shift)) / total
-        alpha = tl.minimum(tl.exp2(-bits * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
+        p = tl.exp2(-range_log2 * sigmoid_at(first, z, V, slope, shift)) / total
+        alpha = tl.minimum(tl.exp2(-range_log2 * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
         weight = tl.load(weights)
         copy_mass = tl.load(pointer_mass)
         sink_mass = tl.load(pointer_mass + 1)
@@ -4095,14 +4120,14 @@ if triton:
             target = tl.load(targets + k)
             weight = tl.load(weights + k)
             s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
-            loss += tl.where(target >= 0, -weight * tl.log(tl.exp2(-bits * s) / total), 0)
+            loss += tl.where(target >= 0, -weight * tl.log(tl.exp2(-range_log2 * s) / total), 0)
             total_weight += tl.where(target != -1, weight, 0)  # -1 is NO_TARGET, as in `cross_entropy_gradients`
         tl.store(losses + row, loss)
         tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             s = sigmoid_at(columns, z, V, slope, shift)
-            d = total_weight / total * tl.exp2(-bits * s)
+            d = total_weight / total * tl.exp2(-range_log2 * s)
             d -= tl.where(columns == first, next_weight, 0) + tl.where(columns == copy, copy_weight, 0)
             for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)

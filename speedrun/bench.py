@@ -50,8 +50,8 @@ START_COLLECTIVE, STEP_OPTIMIZERS = train_gpt.start_collective, train_gpt.step_o
 # Edits of the script that only a card can judge
 VARIANTS = {
     "flex_tma": ("ROWS_GUARANTEED_SAFE=True", "ROWS_GUARANTEED_SAFE=True, USE_TMA=True"),
-    "flex_stages_2": ("bwd_num_warps=8", "bwd_num_warps=8, num_stages=2"),
-    "flex_tiles_64": ("bwd_num_warps=8", "bwd_num_warps=8, fwd_BLOCK_M=64, fwd_BLOCK_N=64"),
+    "flex_stages_2": ("SAFE=True, bwd_num_warps=8", "SAFE=True, bwd_num_warps=8, num_stages=2"),
+    "flex_tiles_64": ("SAFE=True, bwd_num_warps=8", "SAFE=True, bwd_num_warps=8, fwd_BLOCK_M=64, fwd_BLOCK_N=64"),
     "dz_stages_4": ("num_warps=8, num_stages=3", "num_warps=8, num_stages=4"),
     "dz_warps_4": ("num_warps=8, num_stages=3", "num_warps=4, num_stages=3"),
     "combo_kernels": (

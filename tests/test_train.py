@@ -121,6 +121,7 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
 
 
 def test_rows_that_do_not_fit_together_are_refused(gpt2):
+    two_stages = enumerate(row._replace(duration=0.5) for row in gpt2.stages[:2])
     for name, changes in {
         "stages": dict(stages=[stage._replace(duration=0.9 * stage.duration) for stage in gpt2.stages]),
         "emas": dict(emas=[train_gpt.EMA("x", window=2, rate=0.5, blend=1)]),
@@ -130,6 +131,12 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
         "groups.*lr_mul instead": dict(groups=[gpt2.groups[0]._replace(lr=1.0), *gpt2.groups[1:]]),
         "groups.*an lr for lm_head": dict(groups=[group._replace(lr=0.0) for group in gpt2.groups]),
         "stages.*long": dict(stages=[stage._replace(windows=dict(short=8)) for stage in gpt2.stages]),
+        "stages.*same windows": dict(stages=[row._replace(windows=row.windows | {str(i): 8}) for i, row in two_stages]),
+        "stages.*something in mtp": dict(stages=[stage._replace(mtp=()) for stage in gpt2.stages]),
+        "layers.*attention of long": dict(layers=[layer._replace(attention="wide") for layer in gpt2.layers]),
+        "groups.*RowAdam for ngrams": dict(groups=[group._replace(optimizer="Adam") for group in gpt2.groups[6:7]]),
+        "groups.*a name of its own": dict(groups=gpt2.groups * 2),
+        "groups.*intervals": dict(groups=[group._replace(update_interval=(0, 1)) for group in gpt2.groups]),
         "layers.*xsa.*layer 3": dict(layers=[layer._replace(xsa=True, head_gate=True) for layer in gpt2.layers]),
         "layers.*value_embed.*layer 3": dict(
             layers=[row._replace(value_embed=True, head_mix=()) for row in gpt2.layers]
