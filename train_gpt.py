@@ -6,7 +6,7 @@
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
 https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. nano
-has one layer, whose initial weights make it predict the token that followed the last occurrence of the current one.
+has one layer, whose initial weights make it copy what followed earlier tokens in similar contexts.
 docs/tour.md explains all of it; `python -m speedrun site` puts it beside the code.
 
 "Record n" credits the record in which an idea first appeared; a number without a reason is the record's. "Quirk" marks
@@ -170,7 +170,7 @@ class Stage(NamedTuple):
     max_doc_len: int  # documents are cut to this many tokens; 0 in all stages: one stream, nothing is cut
     windows: dict[str, int]  # window size by kind, in positions: paired heads have two a token
     extra_steps: int = 0  # beyond the duration; those of the last stage run at the lowest learning rates
-    lr: float = 1.0  # factor on all learning rates: larger batches take larger ones
+    lr: float = 1.0  # factor on learning rates before the cooldown, which leads from it to min_lr_frac
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
     # after the last
     mtp: tuple[tuple[float, float], ...] = ((1, 1),)
@@ -345,13 +345,12 @@ class Hyperparameters:
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
     tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
-    loss_scale: float = (
-        1.0  # factor on the loss in the backward pass; not divided out, as updates depend on it by their eps alone
-    )
+    # Factor on the loss in the backward pass. It is not divided out: but for eps and what FP8 rounds, updates ignore it
+    loss_scale: float = 1.0
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
-    head_dim: int = 128  # dimensions per head, a multiple of 4
+    head_dim: int = 128  # dimensions per head, a multiple of 4, and with layers_fp8 a power of 2
     block_size: int = 128  # tokens per block of the attention mask
     mlp_dim: int = 2816  # hidden units of an MLP
     gate_net_dim: int = 64  # hidden units of a gate network
@@ -402,7 +401,7 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
-    resume: Literal["", "latest"] = ""  # latest: the newest run in log_dir goes on, of run_id if given
+    resume: Literal["", "latest"] = ""  # latest: the newest run in log_dir that has not ended goes on, or run_id
 
     def __post_init__(self):
         """Refuse what would train something else without an error. Other mistakes fail before the first step."""
@@ -485,6 +484,9 @@ class Hyperparameters:
             }
             for what, is_there in unread.items():
                 self.require("layers", not is_there, f"no {what}, as in layer {number}")
+            read = [layer.attn_input, layer.skip, layer.mudd, *layer.head_mix]
+            is_earlier = all(other is None or 0 <= other < number for other in read)
+            self.require("layers", is_earlier, f"layer {number} to name earlier ones, from 0")
 
     @property
     def batch_sequences(self) -> int:
@@ -1116,7 +1118,7 @@ def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
 
 
 NO_TARGET = -1  # of a token without a prefix, or whose prefix is not among the sampled classes
-PAST_END = -2  # a target behind the end of the sequence
+PAST_END = -2  # behind the end of the sequence: no loss, but a gradient, see `cross_entropy_gradients`
 
 
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
@@ -1850,7 +1852,7 @@ def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -
     slot = torch.arange(len(own), dtype=torch.int32, device=own.device)  # positions in a list
     last = len(own) - 1  # padding names blocks, too: FlexAttention loads the first entry even of an empty list
     full = (own[:, None] + step * (1 + slot)).clamp(0, last)
-    # How far away each partial block is: 0, then as far as those behind the full ones
+    # How far away each partial block is: 0 (itself), then num_full + 1, num_full + 2, ...
     away = torch.where(slot == 0, 0, num_full[:, None] + slot)
     partial = (own[:, None] + step * away).clamp(0, last)
     return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
@@ -2128,9 +2130,9 @@ GATE_SCALE = 0.1  # factor on what networks output: fixed for MUDD and head_net,
 class GateNet(nn.Module):
     """A network that computes gates for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    init: its gates by layer. groups: if not 0, gates differ for so many groups of channels, by scale W2g gelu(W1 x)
-    (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (record 85): both by
-    @Lisennlp.
+    init: its gates by layer. groups: if not 0, a gate has a value for each of so many groups of channels, the above
+    plus scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and
+    gates (record 85): both by @Lisennlp.
     """
 
     def __init__(self, cfg: Hyperparameters, init: dict[int, GateValues], groups: int = 0):
@@ -2195,8 +2197,9 @@ class Block(nn.Module):
         mlp_input = norm(x)
         x <- g.resid[1] * x + g.post[1] * mlp(mlp_input) + ...                      mlps
 
-    Gates are computed from x as it comes in. With mudd, streams = (input of layer 0, outputs[mudd], x), x0 is replaced
-    by the first of them (a quirk), and attention adds g.to_values . streams to its values.
+    MUDD computes gates from x as it comes in, a gate network from x as it enters the network's own layer. With mudd,
+    streams = (input of layer 0, outputs[mudd], x), x0 is replaced by the first of them (a quirk), and attention adds
+    g.to_values . streams to its values.
     """
 
     def __init__(self, cfg: Hyperparameters, number: int):
@@ -2435,9 +2438,9 @@ class GPT(nn.Module):
     def head_mix(self, outputs: list[BlockOutputs]) -> Tensor:
         """Return the mix (T, K) for the head, in which groups of channels have their own weights (record 92)."""
         groups = self.cfg.mix_groups
-        [weights] = self.head_net(outputs[-1].output).values()
+        weights = self.head_net(outputs[-1].output)[len(outputs) - 1]["head_mix"]  # (streams, T, groups)
         streams = [stream.unflatten(1, (groups, -1)) for stream in self.head_mix_streams(outputs)]  # (T, groups, K / g)
-        return mix(weights["head_mix"][..., None], streams).flatten(1)
+        return mix(weights[..., None], streams).flatten(1)
 
     def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
@@ -2459,8 +2462,8 @@ class Pointer(nn.Module):
     One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Its probability is alpha. Attention
     without positions splits alpha among earlier tokens and a sink, a key of its own for "none of them", whose part
     returns to the vocabulary. `mix_copies` has the formulas. Queries and keys are projections of the head's input. A
-    sequence is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one
-    before.
+    sequence is in blocks of pointer_block tokens; a token sees those of its document (in training of its part of
+    max_attn_len) in its own block and the one before.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -2674,7 +2677,7 @@ def head_loss_fp8(
     z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
     losses, dz, d_pointer_mass = cross_entropy(z, HEAD_FP8_DZ, targets, weights, pointer_mass, cfg)
     grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
-    # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient by atomics of four numbers
+    # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient in atomics of four neighbors
     grad_w = fp8_matmul(dz.t(), x_q, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype))
     return losses, grad_x, grad_w, d_pointer_mass
 
@@ -2832,7 +2835,7 @@ class ShardedOptimizer:
 
     @property
     def accumulates(self) -> bool:
-        """Return whether gradients are added up. A matrix's only one for an update overwrites the buffer instead."""
+        """Return whether gradients are added up. With one for each update, as of matrices on 8 GPUs, it overwrites."""
         is_single = self.cfg.batch_sequences == self.ranks.world_size and max(self.groups[0].update_interval) == 1
         return not (self.by_matrix and is_single)
 
@@ -3402,7 +3405,7 @@ class Log:
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
     def write_stop(self, error: BaseException):
-        """Write why the run stops and how it goes on. No rank has the file open by now."""
+        """Write why the run stops and how it goes on, on any rank: so the file is opened once more."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         resume = ""
         if self.path.with_suffix(".checkpoint").exists():
@@ -3740,9 +3743,8 @@ def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms
         log.bar.unpause()
         clock.start(ms)
         for step in range(first, end + 1):
-            is_first = (
-                step == first
-            )  # it has a checkpoint, if resumed, with the averages blended in after the last step
+            # A resumed run has the checkpoint of its first step, of the last step with the averages blended in
+            is_first = step == first
             if step == end and not is_first:
                 for optimizer in trainer.optimizers:
                     optimizer.blend_emas()
@@ -3756,7 +3758,7 @@ def train(trainer: Trainer, log: Log, must_match: dict[str, str], first: int, ms
                 if stops or saves:
                     save_checkpoint(trainer, log, must_match, step, ms)
                 if stops:
-                    raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
+                    raise KeyboardInterrupt(" ".join(sorted({*chain(*all_gather_objects(trainer.stop_signals))})))
                 if validates:  # after saving: a run that resumes here validates, too
                     log.write_loss("val_loss", step, trainer.evaluate(step), ms)
                 log.bar.unpause()
@@ -3971,7 +3973,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
-# Twins clamp before they cast to FP8; here the cast saturates
+# Twins clamp before they cast to FP8; here casts of gradients saturate
 if triton:
     # Not triton.jit(mix_copies): torch.compile writes a kernel's functions anew, by their own names
     @triton.jit

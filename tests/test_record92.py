@@ -92,7 +92,7 @@ class SmallRun:
         views = [
             pair for o in self.trainer.optimizers for pair in zip(map(name_there, o.names), o.grad_views, strict=True)
         ]
-        ids, table = self.trainer.exchange.recv_ids, self.trainer.table
+        ids, table = self.trainer.table.exchange.recv_ids, self.trainer.table
         before, rows_before = [view.clone() for _, view in views], table.grads.clone()
         loss = self.add_gradients(inputs, attn_settings)
         self.losses.append(loss.item())

@@ -133,6 +133,7 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
         "stages.*long": dict(stages=[stage._replace(windows=dict(short=8)) for stage in gpt2.stages]),
         "stages.*same windows": dict(stages=[row._replace(windows=row.windows | {str(i): 8}) for i, row in two_stages]),
         "stages.*something in mtp": dict(stages=[stage._replace(mtp=()) for stage in gpt2.stages]),
+        "layers.*layer 0 to name earlier": dict(layers=[row._replace(skip=-1) for row in gpt2.layers]),
         "layers.*attention of long": dict(layers=[layer._replace(attention="wide") for layer in gpt2.layers]),
         "groups.*RowAdam for ngrams": dict(groups=[group._replace(optimizer="Adam") for group in gpt2.groups[6:7]]),
         "groups.*a name of its own": dict(groups=gpt2.groups * 2),
