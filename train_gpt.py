@@ -2685,6 +2685,8 @@ def head_loss_fp8(
 class TrainingLoss(torch.autograd.Function):
     """The summed `cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n), weights (n,).
 
+    Its gradients are multiplied by loss_scale.
+
     Only a chunk of the logits (T, V) exists at a time. The forward pass computes the gradients of a chunk as well, as
     computing its logits again in the backward pass took 27 to 41% of the head's time.
     """
@@ -2703,11 +2705,13 @@ class TrainingLoss(torch.autograd.Function):
             grads_mass.append(grad_mass)
             grad_w = grad_w_part if grad_w is None else grad_w + grad_w_part
         grad_pointer_mass = None if pointer_mass is None else torch.cat(grads_mass)
+        ctx.loss_scale = cfg.loss_scale
         ctx.save_for_backward(torch.cat(grads_x), grad_pointer_mass, grad_w.to(w.dtype))
         return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
+        grad = ctx.loss_scale * grad  # here, where it is a part of other kernels
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         grad_mass = None if grad_pointer_mass is None else grad * grad_pointer_mass
         # `head_loss` returns a transpose: it is stored by rows, as the buffer is to which it is added
@@ -3517,7 +3521,6 @@ class Trainer:
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
             table.grad_buffer = self.grad_view_of[table.weight]
-        self.loss_scale = torch.tensor(cfg.loss_scale, dtype=accum_dtype(getattr(torch, cfg.dtype)), device=self.device)
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = NgramTable(cfg, ranks, self.device)
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
@@ -3571,7 +3574,7 @@ class Trainer:
         # `fetched` is among those wanted only so that the backward pass of `AccumulatingEmbedding` runs, which adds to
         # the table's grads and returns None
         wanted = [self.table.fetched, *self.params.values()]
-        _, *grads = torch.autograd.grad(loss, wanted, self.loss_scale, allow_unused=True)
+        _, *grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         by_kind: dict[tuple, list] = {}  # a launch takes many gradients, if all have one precision
         for (name, p), grad in zip(self.params.items(), grads):
             if grad is not None:
@@ -3715,13 +3718,16 @@ def uninterrupted(received: list[str]) -> Iterator[None]:
 
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
-    gc.disable()  # one collection of all there is took 0.6 s (nanochat issue 477)
+    gc.disable()  # one collection of all there is took 0.6 s (nanochat issue 477): what is there is looked at only once
+    gc.collect()
+    gc.freeze()
     before = {number: signal.signal(number, receive) for number in heard}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        gc.unfreeze()
         gc.enable()
 
 

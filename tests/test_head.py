@@ -37,7 +37,8 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T) -> tuple[Tensor, ...]:
     """Return the script's loss and gradients in FP8. Beyond the end a next token is -2."""
     softcap = dict(zip(("lm_head_softcap", "softcap_range", "softcap_shift"), CAP, strict=True))
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], val_logits_chunk=slice_tokens, lm_head_fp8=True, **softcap)
+    changes = dict(logits_chunk=slice_tokens, lm_head_fp8=True, loss_scale=1.0)
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], **changes, **softcap)
     columns = F.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
     return with_gradients(lambda x, w: TrainingLoss.apply(x, w, None, columns, THREE, cfg), x, w)
 
