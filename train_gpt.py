@@ -1769,11 +1769,12 @@ def qkv_backward_with_kernel(
     dz_col = dz_row.new_empty(N, T)
     first = 0  # column of dz
     for grad, width, saved in zip(grads, widths, (saved_q, saved_k, None)):
+        grad = grad.contiguous()
         y, inverse_rms, scale = saved or [grad] * 3  # for values these are placeholders that the kernel does not read
         D = grad.shape[3:].numel() if saved else 128  # columns of a program: a head, or some of the values
         block = 4096 // D  # tokens of a program, which has that many numbers in registers
         qkv_backward_kernel[triton.cdiv(width, D), triton.cdiv(T, block)](
-            grad.contiguous(), y, inverse_rms, scale, cos, sin, dz_row, dz_col, T, width, N, first,
+            grad, y, inverse_rms, scale, cos, sin, dz_row, dz_col, T, width, N, first,
             n=n, D=D, quarter=quarter, factor=FP8_GRAD, is_rotated=saved is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
         first += width
