@@ -1256,7 +1256,11 @@ def plan_exchange(
     found = torch.unique(torch.from_numpy(ids_by_rank[ranks.rank]), return_inverse=True)
     recv_ids, places = (t.numpy() for t in found)
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
-    sent = [unique(ids[(ids >= first_row) & (ids < first_row + owned)]) - first_row for ids in ids_by_rank]
+    sent = []
+    for rank, ids in enumerate(ids_by_rank):
+        ids = recv_ids if rank == ranks.rank else ids  # the former are unique already
+        ids = ids[(ids >= first_row) & (ids < first_row + owned)] - first_row
+        sent.append(ids if rank == ranks.rank else unique(ids))
     send_rows = np.concatenate(sent).astype(np.int64)
     order = np.argsort(send_rows, kind="stable")  # fast, as the part for each rank is ascending already
     ascending = send_rows[order]
