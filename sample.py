@@ -113,7 +113,7 @@ class Model:
 
     @torch.inference_mode()
     def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
-        """Yield logits (n, vocab_size) of what follows each token from the `first` on, at most SLICE at a time."""
+        """Yield log probabilities (n, vocab_size) after each token from the `first` on, at most SLICE at a time."""
         x = self.gpt.hidden_states(*self.inputs(tokens))[: len(tokens)]
         read = torch.tensor(tokens, device=self.device)
         for places in torch.arange(first, len(tokens), device=self.device).split(SLICE):
