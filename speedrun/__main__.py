@@ -21,8 +21,9 @@ def say(text: str) -> None:
 
 
 def command_race(args: argparse.Namespace) -> None:
-    """Race scripts, in turn on equal seeds, against the last."""
-    labels, sources = zip(*(records.read_script(name, records.RECORDS) for name in args.scripts), strict=True)
+    """Race scripts, in turn on equal seeds: one alone against the root's train_gpt.py."""
+    names = args.scripts if len(args.scripts) > 1 else [*args.scripts, str(ROOT / records.SCRIPT)]
+    labels, sources = zip(*(records.read_script(name, records.RECORDS) for name in names), strict=True)
     scripts = [race.Script(label, digest(source)) for label, source in zip(labels, sources, strict=True)]
     plan = race.Race(scripts, args.flags, args.pairs, args.seed, args.nproc_per_node, time.strftime("%Y-%m-%d"))
     folder = args.out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
@@ -30,9 +31,9 @@ def command_race(args: argparse.Namespace) -> None:
 
 
 def command_submit(args: argparse.Namespace) -> None:
-    """Make a record's folder from finished logs and their race."""
-    folder = records.write_record(args.name, args.logs, records.RECORDS, args.race)
-    say(f"{folder}: fill in its page and {records.INFO}; then verify, table and plot: docs/submit.md has the rest")
+    """Make a record of a race's first script; if the second is in no record, it becomes one before, a form."""
+    for folder in records.write_record(args.name, args.folder, records.RECORDS):
+        say(f"{folder}: fill in its page and {records.INFO}; then verify, table and plot: docs/submit.md has the rest")
 
 
 def command_verify(args: argparse.Namespace) -> int:
@@ -43,9 +44,14 @@ def command_verify(args: argparse.Namespace) -> int:
 
 
 def command_diff(args: argparse.Namespace) -> None:
-    """Compare two scripts, each named by a record, a log or a file."""
-    scripts = (records.read_script(name, records.RECORDS) for name in (args.a, args.b))
-    lines, removed, added = records.diff(*scripts)
+    """Compare two scripts, each named by a record, a log or a file.
+
+    One alone is compared with what it raced if it is a record, else with the root's train_gpt.py.
+    """
+    root, b = records.RECORDS, records.find_record(args.b, records.RECORDS)
+    before = records.record_before(b.resolve(), records.lineage(root.resolve())) if b.is_dir() else None
+    a = args.a or str(before or ROOT / records.SCRIPT)
+    lines, removed, added = records.diff(*(records.read_script(str(it), root) for it in (a, b)))
     print(f"{removed} lines removed, {added} added", file=sys.stderr)
     say("\n".join(lines))
 
@@ -89,18 +95,17 @@ def build_parser() -> argparse.ArgumentParser:
 
     subparsers.add_parser("run", help="Check machine and data, then train: what ./run.sh starts.")
     add = command(command_race)
-    add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a file; after -- stand flags for all of them")
+    add("scripts", nargs="+", metavar="SCRIPT", help="record, log or file, the newest first; after -- flags for all")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
     add("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun")
     add("--out", type=Path, metavar="FOLDER", help="of the race, which resumes there (default: logs/race-TIME)")
     add = command(command_submit)
     add("name", metavar="NAME")
-    add("logs", nargs="+", metavar="LOG")
-    add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
+    add("folder", metavar="RACE_FOLDER", type=Path, help="of a finished race, or of the logs of one script")
     command(command_verify)("records", metavar="RECORD", nargs="*", help="(default: all)")
     add = command(command_diff)
-    add("a", metavar="A", nargs="?", default=str(ROOT / records.SCRIPT), help="(default: the root's train_gpt.py)")
+    add("a", metavar="A", nargs="?")
     add("b", metavar="B")
     command(command_table)("--check", action="store_true", help="only say, by exit code 1, if they are out of date")
     add = command(command_plot)

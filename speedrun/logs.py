@@ -147,3 +147,18 @@ class Log:
             last = f"ends at step {self.last_step} of {self.num_steps}"
             return f"{last} without the last validation: cut short; run it again"
         return None
+
+    @property
+    def other_tokens(self) -> str | None:
+        """Say how the tokens that it read are not those of its track, or return None."""
+        if self.track not in TRACKS:
+            return f"its preset is {quote(str(self.track))}; the tracks are {', '.join(TRACKS)}"
+        track = TRACKS[self.track]
+        if (self.val_tokens, self.val_sha256) != (track.val_tokens, track.val_sha256 or self.val_sha256):
+            return f"validates on other tokens: {self.val_tokens} of sha256 {self.val_sha256}; get the track's data"
+        numbers = range(track.first_shard, track.first_shard + max(len(self.train_shards), 1))
+        shards = [(Path(track.shard.format(number)).name, track.shard_tokens) for number in numbers]
+        if self.train_shards != shards:
+            read = quote(str(self.train_shards))
+            return f"trains on {read}, the track on {shards[0]} and the next; get the track's data"
+        return None

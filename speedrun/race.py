@@ -1,7 +1,7 @@
 """Run scripts in turn on this machine, and say by how much they differ."""
 
-import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,8 +20,6 @@ from speedrun.process import held, run_python
 RACE = "race.json"
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
-OLD_RACES = "2026-11-27"  # before, the lower end of the loss's interval had to be low enough
-DEFAULT = next(iter(TRACKS))  # the track of a race without --preset
 OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
 
 
@@ -57,14 +55,14 @@ def interval(figures: dict, form: str) -> str:
     return f"{value} ({figures['low']:{form}} to {figures['high']:{form}})" if "low" in figures else value
 
 
-def verdict(n: int, times: dict, losses: dict, slack: float, end: str) -> str:
+def verdict(n: int, times: dict, losses: dict, slack: float) -> str:
     """Return what n pairs say of the first script, "faster" as RULES.md defines it."""
     from scipy.stats import t
 
     if n == 1:
         return "screen of 1 pair: no interval"
     if times["high"] < 1:
-        result = "faster" if losses[end] <= slack else "faster at a loss that may be too high"
+        result = "faster" if losses["high"] <= slack else "faster at a loss that may be too high"
     elif times["low"] > 1:
         result = "slower"
     else:
@@ -95,8 +93,10 @@ class Run:
     seed: int
     val_loss: float
     train_time: float
-    val_sha256: str | None = None
-    hardware: str | None = None
+    preset: str
+    is_on_track: bool  # it read the tokens of its track
+    val_sha256: str | None
+    hardware: str | None
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,6 @@ class Race:
     def __post_init__(self) -> None:
         if not (2 <= len(self.scripts) <= 26 and self.pairs >= 1 and self.seed >= 0 and self.nproc_per_node >= 1):
             raise ToolError("a race needs 2 to 26 scripts, --pairs and --nproc_per_node from 1, --seed from 0")
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        parser.add_argument("--preset", nargs="?", default=DEFAULT)
-        self.preset: str = parser.parse_known_args(self.flags)[0].preset
 
     @property
     def hashes(self) -> list[str]:
@@ -155,9 +152,9 @@ class Race:
         losses = difference([run.val_loss for run in a], [run.val_loss for run in b])
         ratio = {key: round(math.exp(x), 6) for key, x in zip(("ratio", "low", "high"), times, strict=False)}
         loss = {key: round(x, 6) for key, x in zip(("difference", "low", "high"), losses, strict=False)}
-        slack = TRACKS.get(self.preset, TRACKS[DEFAULT]).slack
-        result = verdict(self.pairs, ratio, loss, slack, "low" if self.date < OLD_RACES else "high")
-        return dict(n=self.pairs, train_time=ratio, val_loss=loss, verdict=result)
+        slack = TRACKS[a[0].preset].slack if a[0].preset in TRACKS else 0
+        result = verdict(self.pairs, ratio, loss, slack)
+        return dict(newer=newer, older=older, n=self.pairs, train_time=ratio, val_loss=loss, verdict=result)
 
     def run_id(self, seed: int, script: int) -> str:
         """Name a run; the round lets a reader see that none before it is left out."""
@@ -170,23 +167,22 @@ class Race:
                 raise ToolError(f"{path}: its runs differ in {name}: race with the same data, on one machine")
 
     def write(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Write the file whole or not at all, with a line for each run and comparison."""
+        fields = dataclasses.asdict(self)
+        rows = {name: ",\n  ".join(map(json.dumps, fields.pop(name))) for name in ("scripts", "runs", "comparisons")}
+        lines = [f'"{name}": {json.dumps(value)}' for name, value in fields.items()]
+        lines += [f'"{name}": [\n  {text}\n ]' for name, text in rows.items()]
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
         os.replace(part, path)
-
-
-def known(kind: type, fields: dict) -> dict:
-    """Return those of the fields that this class has: older races had more."""
-    return {name: fields[name] for name in (field.name for field in dataclasses.fields(kind)) if name in fields}
 
 
 def read_race(path: Path) -> Race:
     fields = read_json(path)
     try:
-        fields["scripts"] = [Script(**known(Script, script)) for script in fields["scripts"]]
-        fields["runs"] = [Run(**known(Run, run)) for run in fields["runs"]]
-        return Race(**known(Race, fields))
+        fields["scripts"] = [Script(**script) for script in fields["scripts"]]
+        fields["runs"] = [Run(**run) for run in fields["runs"]]
+        return Race(**fields)
     except (*DAMAGED, ToolError) as error:
         raise ToolError(f"{path}: not what `race` wrote ({quote(str(error))}); take the file as it was") from None
 
@@ -199,11 +195,13 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     try:
         run_python(command)
     except ToolError as error:
-        raise ToolError(f"run {log.stem} failed, {error}: mend it, go on with --out") from None
-    result = Log(log)
-    if result.problem:
-        raise ToolError(f"{log}: {result.problem}")
-    return Run(script, seed, result.val_loss, result.train_time, result.val_sha256, result.hardware)
+        needs = "a script has to take --seed, --log_dir and --run_id, and to write a log as train_gpt.py does"
+        raise ToolError(f"run {log.stem} failed, {error}: mend it, go on with --out; {needs}") from None
+    run = Log(log)
+    if run.problem:
+        raise ToolError(f"{log}: {run.problem}")
+    read = str(run.track), run.other_tokens is None, run.val_sha256
+    return Run(script, seed, run.val_loss, run.train_time, *read, run.hardware)
 
 
 def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
@@ -246,22 +244,24 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
             race.write(path)
             result = f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms"
             print(f"{result}; {len(race.runs)}/{len(race.order)}", file=sys.stderr, flush=True)
-        *others, last = range(len(race.scripts))
-        race.comparisons = [race.compare(other, last) for other in others]
+        race.comparisons = [race.compare(*pair) for pair in itertools.combinations(range(len(race.scripts)), 2)]
         race.write(path)
     return race
 
 
 def report(race: Race) -> str:
-    """Say how the runs of the first script stand to their track's target, and how the scripts differ."""
-    lines = []
-    if track := TRACKS.get(race.preset):
-        sample = Sample([run.val_loss for run in race.runs_of(0)], track.target)
-        lines.append(f"{race.scripts[0].name}: {sample}, p={sample.p:.2g} against {track.target}")
+    """Say how the runs of the first script stand to their track's target, and how any two scripts differ."""
+    runs, lines = race.runs_of(0), list[str]()
+    if track := TRACKS.get(runs[0].preset):
+        sample, name = Sample([run.val_loss for run in runs], track.target), race.scripts[0].name
+        against = f"p={sample.p:.2g} against {track.target}"
+        if not all(run.is_on_track for run in race.runs):
+            against = "of other tokens than the track's, which has a target"
+        lines.append(f"{name}: {sample}, {against}")
     lines.append(f"{race.pairs} pairs from seed {race.seed} on, 95% intervals")
-    *others, last = race.scripts
-    for script, comparison in zip(others, race.comparisons, strict=True):
-        lines.append(f"{script.name} against {last.name}: {summary(comparison)}")
-        if script.sha256 == last.sha256:
+    for comparison in race.comparisons:
+        newer, older = (race.scripts[comparison[which]] for which in ("newer", "older"))
+        lines.append(f"{newer.name} against {older.name}: {summary(comparison)}")
+        if newer.sha256 == older.sha256:
             lines.append("the two are equal: the interval is how far this machine's runs differ")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,19 +14,19 @@ from typing import NamedTuple
 from speedrun import ROOT
 from speedrun.logs import TRACKS, Log, ToolError, Track, digest, quote, read_json, read_text, script_in
 from speedrun.process import printable
-from speedrun.race import ALPHA, OWN_FLAGS, RACE, Race, Sample, interval, read_race, summary
+from speedrun.race import ALPHA, OWN_FLAGS, RACE, Race, Sample, interval, read_race, report, summary
 
 RECORDS = ROOT / "records"
 PUBLIC = RECORDS / "public.json"  # the public speedrun's history, which was not measured here
 SCRIPT, PAGE, INFO, RUNS = "train_gpt.py", "README.md", "record.json", "runs.txt"
-FOLDER_NAME = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a record, in the order of its track's line
+FOLDER_NAME = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a record: its place in its track's line, and its name
 LOG_NAME = re.compile(r"^==> (.+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
 PLACEHOLDER = re.compile(r"<say[^>\n]*>?")
 BEGIN = "<!-- table leaderboards: python -m speedrun table -->"
 END = "<!-- end of table -->"
 COLUMNS = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
 COLUMNS += "|peak memory (MiB)|hardware"
-NEW_PAGE = "# {}\n\n## What changed\n\n<say what the script does now>\n\n## Why\n\n<say what you measured>\n"
+MOST_LINES = 200  # that an idea may change
 
 
 # ---- Find and read
@@ -37,7 +38,6 @@ class RecordInfo(NamedTuple):
     date: str
     what: str
     kind: str
-    after: str | None
     ranked: bool
     evidence: str = ""
 
@@ -46,7 +46,7 @@ def read_info(folder: Path) -> RecordInfo:
     try:
         return RecordInfo(**read_json(folder / INFO))
     except (TypeError, FileNotFoundError):
-        raise ToolError(f"{folder / INFO}: needs date, what, kind, after and ranked; write it") from None
+        raise ToolError(f"{folder / INFO}: has date, what, kind, ranked and, for some, evidence; mend it") from None
 
 
 def source_of(info: RecordInfo) -> str:
@@ -54,8 +54,16 @@ def source_of(info: RecordInfo) -> str:
     return info.evidence if info.kind == "milestone" else info.kind
 
 
+def place_in_line(folder: Path) -> tuple[str, int, str]:
+    """Return the track of a record and, from its folder's name, the number and the letter."""
+    [(number, letter)] = re.findall(r"^(\d+)([a-z]?)_", folder.name)
+    return folder.parent.name, int(number), letter
+
+
 def record_folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("*/*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
+    """Return the folders of records, line by line."""
+    folders = [path for path in root.glob("*/*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]
+    return sorted(folders, key=place_in_line)
 
 
 def name_of(folder: Path) -> str:
@@ -129,43 +137,49 @@ def missing_part(folder: Path) -> str | None:
 
 
 def lineage(root: Path) -> list[Path]:
-    """Return the whole records in order, as each names the one before, and name the others on stderr."""
-    followers, left_out, line = dict[str | None, Path](), dict[Path, str](), list[Path]()
+    """Return the whole records, line by line, each in the order of its numbers, and name the others on stderr."""
+    line = []
     for folder in record_folders(root):
         try:
-            if problem := missing_part(folder):
-                left_out[folder] = problem
-            elif followers.setdefault(after := read_info(folder).after, folder) != folder:
-                left_out[folder] = f"{INFO}: {name_of(followers[after])} comes after {after}, too; mend `after`"
+            problem = missing_part(folder)
         except ToolError as error:
-            left_out[folder] = str(error)
-    name = None
-    while name in followers:
-        line.append(followers.pop(name))
-        name = name_of(line[-1])
-    left_out |= dict.fromkeys(followers.values(), f"{INFO}: no whole records lead there; mend `after`")
-    for folder, problem in left_out.items():
-        print(printable(f"{name_of(folder)} is left out: {problem}"), file=sys.stderr)
+            problem = str(error)
+        if problem:
+            print(printable(f"{name_of(folder)} is left out: {problem}"), file=sys.stderr)
+        else:
+            line.append(folder)
     return line
 
 
+def record_before(folder: Path, line: Sequence[Path]) -> Path | None:
+    """Return what a record's ideas are compared with: the one before in its line, if ranked the one on its board."""
+    older = [it for it in line if it.parent == folder.parent and place_in_line(it) < place_in_line(folder)]
+    if read_info(folder).ranked:
+        board = board_of(read_logs(folder)[0])
+        older = [it for it in older if read_info(it).ranked and board_of(read_logs(it)[0]) == board]
+    return older[-1] if older else None
+
+
 def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] | None:
-    """Return the newest record in `line` on this one's board, their race and comparison; None if it opens the board."""
-    board, path = board_of(read_logs(folder)[0]), folder / RACE
-    ranked = (other for other in reversed(line) if read_info(other).ranked)
-    older = next((other for other in ranked if board_of(read_logs(other)[0]) == board), None)
-    if older is None:
+    """Return the record before a ranked one, their race and comparison; None for the first, and a form without a race.
+
+    A race lies with the newest record that it has a script of.
+    """
+    if not (older := record_before(folder, line)):
         return None
-    if not path.is_file():
-        raise ToolError(f"{path}: is missing; race the script against {name_of(older)}, and put the {RACE} there")
-    race, hashes = read_race(path), [hash_of(folder), hash_of(older)]
-    for script, sha256 in zip((folder, older), hashes, strict=True):
-        if sha256 not in race.hashes:
-            raise ToolError(f"{path}: lacks the script of {name_of(script)}; race it as it is")
-    if [(run.seed, run.script) for run in race.runs] != race.order:
-        raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script in turn; finish the race")
-    race.check(path)
-    return older, race, race.compare(*map(race.hashes.index, hashes))
+    hashes = [hash_of(folder), hash_of(older)]
+    behind = [it for it in line if it.parent == folder.parent and place_in_line(it) > place_in_line(folder)]
+    for path in [it / RACE for it in (folder, *behind) if (it / RACE).is_file()]:
+        race = read_race(path)
+        if not {*hashes} <= {*race.hashes}:
+            continue
+        if [(run.seed, run.script) for run in race.runs] != race.order:
+            raise ToolError(f"{path}: {len(race.runs)} runs, not {race.pairs} of each script in turn; finish the race")
+        race.check(path)
+        return older, race, race.compare(*map(race.hashes.index, hashes))
+    if read_info(folder).kind == "form":
+        return None
+    raise ToolError(f"no {RACE} has its script and that of {name_of(older)}; race both as they are")
 
 
 # ---- Verify
@@ -185,12 +199,8 @@ def log_problems(log: Log, sha256: str) -> Iterator[str]:
         return
     if log.sha256 != sha256:
         yield f"the script of the log is not the folder's {SCRIPT}; put there the one that ran, or run it again"
-    if (log.val_tokens, log.val_sha256) != (track.val_tokens, track.val_sha256 or log.val_sha256):
-        yield f"validates on other tokens: {log.val_tokens} of sha256 {log.val_sha256}; get the track's data"
-    numbers = range(track.first_shard, track.first_shard + max(len(log.train_shards), 1))
-    shards = [(Path(track.shard.format(number)).name, track.shard_tokens) for number in numbers]
-    if log.train_shards != shards:
-        yield f"trains on {quote(str(log.train_shards))}, the track on {shards[0]} and the next; get the track's data"
+    if log.other_tokens:
+        yield log.other_tokens
     names = {flag.partition("=")[0] for flag in log.flags if flag.startswith("--")}
     for name in sorted(names - OWN_FLAGS - {f"--{name}" for name in track.flags}):
         yield f"has the flag {name}: put settings into the script, run it without"
@@ -200,8 +210,8 @@ def log_problems(log: Log, sha256: str) -> Iterator[str]:
         yield f"uses {log.num_threads} CPU threads; run it with --cpu_threads {track.max_threads}, the track's most"
 
 
-def verify_runs(folder: Path, kind: str, line: Sequence[Path], failures: list[str]) -> str:
-    """Check the logs and the race of a ranked record after `line`; add to `failures`, and return a summary."""
+def verify_runs(folder: Path, info: RecordInfo, line: Sequence[Path], failures: list[str]) -> str:
+    """Check the logs and the race of a ranked record; add to `failures`, and return a summary."""
     logs, sha256 = read_logs(folder), hash_of(folder)
     failures += [f"{log.name}: {problem}" for log in logs for problem in log_problems(log, sha256)]
     if any(log.problem for log in logs):
@@ -213,30 +223,32 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path], failures: list[st
     result = f"{sample} p={sample.p:.2g} ({board_of(logs[0])}, {logs[0].num_steps} steps)"
     if sample.mean > target:
         failures.append(f"mean {sample.mean:.4f} is above the target {target}; train better or longer")
-    elif kind != "form" and not sample.p < ALPHA:
+    elif info.kind != "form" and not sample.p < ALPHA:
         failures.append(f"n too small: p={sample.p:.2g} is not below {ALPHA} at n={sample.n}; race with more pairs")
-    if raced := race_before(folder, line):
-        older, race, comparison = raced
-        outcome = f"{summary(comparison)}, against {name_of(older)}"
-        if kind == "idea" and comparison["verdict"] != "faster":  # a public record gained elsewhere
-            failures.append(f"{RACE}: {outcome}")
-        runs = {(run.seed, run.val_loss, run.train_time) for run in race.runs_of(race.hashes.index(sha256))}
-        if {(log.seed, log.val_loss, log.train_time) for log in logs} != runs:
-            problem = f"its {len(runs)} runs of the script are not the {len(logs)} logs: submit all those"
-            failures.append(f"{RACE}: {problem}")
-        result += f"; {outcome}"
-    return result
+    older = record_before(folder, line)
+    if older and info.kind == "idea" and not info.evidence:  # which names another script that it changed
+        changed = max(diff(*(read_script(str(it), folder.parent) for it in (older, folder)))[1:])
+        if changed > MOST_LINES:
+            failures.append(f"changes {changed} lines of {name_of(older)}, {MOST_LINES} at most: race what it changed")
+    if not (raced := race_before(folder, line)):
+        return result
+    older, race, comparison = raced
+    outcome = f"{summary(comparison)}, against {name_of(older)}"
+    if info.kind == "idea" and comparison["verdict"] != "faster":  # a public record gained elsewhere
+        failures.append(f"{RACE}: {outcome}")
+    runs = {(run.seed, run.val_loss, run.train_time) for run in race.runs_of(race.hashes.index(sha256))}
+    if {(log.seed, log.val_loss, log.train_time) for log in logs} != runs:
+        failures.append(f"{RACE}: its {len(runs)} runs of the script are not the {len(logs)} logs: submit all those")
+    return f"{result}; {outcome}"
 
 
 def verify(folder: Path, line: Sequence[Path], failures: list[str]) -> str:
-    """Check a record by its files and those before it in `line`; add to `failures`, and return a summary."""
-    info, before = read_info(folder), line[: line.index(folder)] if folder in line else line
+    """Check a record by its files and the others of its line; add to `failures`, and return a summary."""
+    info = read_info(folder)
     if problem := missing_part(folder):
         failures.append(problem)
-    elif folder not in line:
-        failures.append(f"{INFO}: no whole records lead here, or another one comes after {info.after}; mend `after`")
     if info.ranked:
-        return verify_runs(folder, info.kind, before, failures)
+        return verify_runs(folder, info, line, failures)
     return f"not ranked: script and page; {source_of(info)}"
 
 
@@ -259,36 +271,79 @@ def verify_records(names: Sequence[str], root: Path) -> tuple[list[str], int]:
 # ---- Submit
 
 
-def write_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -> Path:
-    """Make a record's folder, the newest, from the logs of one script and its race; return it."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
-        raise ToolError(f"{quote(name)} is no name for a record: take letters, digits, '-' and '.'")
-    logs = [Log(Path(path)) for path in paths]
-    for log in logs:
-        if log.problem or log.sha256 != logs[0].sha256:
-            raise ToolError(f"{log.path}: {log.problem or f'is of another script than {logs[0].path}'}")
-    line, track, folders = lineage(root), track_of(logs[0]), record_folders(root)
-    if same := [folder for folder in folders if short_name(folder).lower() == name.lower()]:
-        raise ToolError(f"{same[0]} is there: take another name, or remove it")
-    last = max((folder.name for folder in folders if folder.parent.name == track.name), default="00_")
-    number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
-    number = number + chr(ord(letter or "a") + 1) if track.lettered else f"{int(number) + 1:02}"
-    what, after = "<say in one line what it is>", name_of(line[-1]) if line else None
-    info = RecordInfo(str(datetime.date.today()), what, "idea", after, ranked=True)
-    texts = {
-        PAGE: NEW_PAGE.format(name),
-        SCRIPT: logs[0].source + "\n",
-        INFO: json.dumps(info._asdict(), indent=1) + "\n",
-        RUNS: "".join(f"==> {log.name} <==\n{log.stored}\n" for log in logs),
-    }
+def read_race_folder(folder: Path) -> tuple[Race | None, list[list[Log]]]:
+    """Return the race in a folder, if there is one, and the logs of each script; without a race, of one script."""
+    race = read_race(folder / RACE) if (folder / RACE).is_file() else None
+    logs = [[Log(path) for path in sorted(folder.glob("*.txt"))]]
     if race:
-        read_race(race)
-        texts[RACE] = read_text(race)
-    folder = root / track.name / f"{number}_{name}"
+        names = [[f"{race.run_id(run.seed, i)}.txt" for run in race.runs_of(i)] for i in range(len(race.scripts))]
+        logs = [[Log(folder / name) for name in of_script] for of_script in names]
+        if not race.comparisons:
+            raise ToolError(f"{folder}: {len(race.runs)} of {len(race.order)} runs are done; repeat the race's command")
+    for log in [log for of_script in logs for log in of_script]:
+        if log.problem or (not race and log.sha256 != logs[0][0].sha256):
+            raise ToolError(f"{log.path}: {log.problem or f'is of another script than {logs[0][0].path}'}")
+    if not logs[0]:
+        raise ToolError(f"{folder}: has no logs; name the folder of a race")
+    return race, logs
+
+
+def hunks(a: tuple[str, str], b: tuple[str, str]) -> Iterator[str]:
+    """Yield for each hunk of a diff of two (label, script) its line in the second, and what is defined there."""
+    lines = b[1].split("\n")
+    for hunk in difflib.unified_diff(a[1].split("\n"), lines, n=0, lineterm=""):
+        if start := re.match(r"@@ .*\+(\d+)", hunk):
+            above = "\n".join(lines[: int(start[1])])
+            names = re.findall(r"^ *(?:class|def) (\w+)|^(\w+)(?:: [^=\n]+)? = ", above, re.MULTILINE)
+            yield f"line {start[1]}, `{''.join(names[-1])}`" if names else f"line {start[1]}"
+
+
+def write_folder(folder: Path, kind: str, logs: Sequence[Log], curves: Sequence[Log], asked: Iterable[str], told: str):
+    """Write a record's folder: a page that asks what changed at each of some places, and all that is known."""
+    info = dict(date=str(datetime.date.today()), what="<say in one line what it is>", kind=kind, ranked=True)
+    info |= dict(evidence="<say which test and commit show that it trains the same>") if kind == "form" else {}
+    changes = "".join(f"- {place}: <say what changed, and why>\n" for place in asked)
+    runs = [(log.name, log) for log in logs] + [(f"curve/{log.name}", log) for log in curves]
+    texts = {
+        PAGE: f"# {short_name(folder)}\n\n## What changed\n\n{changes}\n## What we measured\n\n{told}",
+        SCRIPT: logs[0].source + "\n",
+        INFO: json.dumps(info, indent=1) + "\n",
+        RUNS: "".join(f"==> {name} <==\n{log.stored}\n" for name, log in runs),
+    }
     folder.mkdir(parents=True)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    return folder
+
+
+def write_record(name: str, raced: Path, root: Path) -> list[Path]:
+    """Make the newest record of the first script of a race, from the race's folder; return the new folders.
+
+    It is compared with the second script. If that is in no record, it becomes one, a form, before.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+        raise ToolError(f"{quote(name)} is no name for a record: take letters, digits, '-' and '.'")
+    race, logs = read_race_folder(raced)
+    track, folders = track_of(logs[0][0]), record_folders(root)
+    line = [folder for folder in folders if folder.parent.name == track.name]
+    entries, asked = [(name, "idea", logs[0])], iter(["the script"])
+    if race:
+        asked = hunks(*((race.scripts[i].name, logs[i][0].source) for i in (1, 0)))
+        if race.hashes[1] not in map(hash_of, line):
+            entries.insert(0, (f"Before{name}", "form", logs[1]))
+    for new, _, _ in entries:
+        if same := [folder for folder in folders if short_name(folder).lower() == new.lower()]:
+            raise ToolError(f"{same[0]} is there: take another name, or remove it")
+    told = textwrap.indent(report(race), "    ") if race else "<say what you measured>"
+    curves = [Log(path) for path in sorted(raced.glob("curve/*.txt"))]
+    for new, kind, runs in entries:
+        _, number, letter = place_in_line(line[-1]) if line else ("", 0, "")
+        place = f"{number}{chr(ord(letter or 'a') + 1)}" if track.lettered else f"{number + 1:02}"
+        line.append(root / track.name / f"{place}_{new}")
+        mine = [log for log in curves if log.sha256 == runs[0].sha256]
+        write_folder(line[-1], kind, runs, mine, asked if kind == "idea" else ["the script"], f"{told}\n")
+    if race:
+        (line[-1] / RACE).write_text(read_text(raced / RACE), encoding="utf-8")
+    return line[-len(entries) :]
 
 
 # ---- Table
@@ -331,18 +386,18 @@ def leaderboards(root: Path) -> str:
     """Return the tables of all leaderboards, and of the records that were not timed."""
     line, boards, untimed = lineage(root), dict[str, list[list[str]]](), dict[str, list[list[str]]]()
     products: dict[str, float] = {}  # of each board, the train time of its newest record in times of the first's
-    for i, folder in enumerate(line):
+    for folder in line:
         info = read_info(folder)
         if not info.ranked:
             untimed.setdefault(folder.parent.name, []).append([link(folder), cell(info.what), source_of(info)])
             continue
-        logs, raced, ratio = read_logs(folder), race_before(folder, line[:i]), ""
+        logs, raced = read_logs(folder), race_before(folder, line)
         board = board_of(logs[0])
+        ratio = "not raced" if board in products else ""
+        products.setdefault(board, 1.0)
         if raced:
             times = raced[2]["train_time"]
             ratio, products[board] = interval(times, ".3f"), products[board] * times["ratio"]
-        else:
-            products[board] = 1.0
         boards.setdefault(board, []).append(board_row(folder, logs, ratio, products[board]))
     parts = []
     for board in sorted(boards, reverse=True):

@@ -34,7 +34,6 @@ MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_leve
 TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
 TAG = re.compile(r"""<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.IGNORECASE)
 ATTRIBUTE = re.compile(r"""\s([\w-]+)=("[^"]*"|'[^']*'|[^\s>]+)""")
-SPAN = re.compile(r"`([A-Za-z_][\w.]*)`")  # of code, a name
 SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
 TOUR, SCRIPT_PAGE = Path("docs/tour.md"), Path("script.html")
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
@@ -65,48 +64,20 @@ def compare(scripts: dict[str, str]) -> dict[str, Any]:
     return dict(lines=list(lines.values()), scripts=numbered, pairs=blocks)
 
 
-def words_of(script: str, start: int, end: int) -> set[str]:
-    """Return the words of some lines of a script, and the names of the definitions that these lines belong to."""
-    pieces = [piece for piece in tour.split_script(script) if piece.first < end and start < piece.end]
-    words = re.findall(r"\w+", "\n".join(script.split("\n")[start:end]))
-    return {*words, *(name for piece in pieces for name in piece.names)}
-
-
-def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -> dict[str, str]:
-    """Return the sentences of a page that name what a hunk of a diff changes, by the lines above it in both scripts."""
-    texts: list[list[str]] = [[]]  # of a paragraph, or of the cells of a row
-    for token in MARKDOWN.parse(page):
-        if token.type == "inline":
-            texts[-1].append(token.content)
-        elif not token.type.startswith("td"):
-            texts.append([])
-    sentences = [it for text in texts for it in re.split(r"(?<=[.!?])\s+(?=[^a-z])", " · ".join(text))]
-    names = {sentence: SPAN.findall(sentence) for sentence in sentences}
-    explained, before, i, j = dict[str, str](), list[str](), 0, 0
-    for i_end, j_end, length in blocks:
-        words = words_of(a, i, i_end) | words_of(b, j, j_end)
-        named = [it for it, spans in names.items() if any(x in words or {*x.split(".")} <= words for x in spans)]
-        if named and named != before:
-            html = MARKDOWN.renderInline(" ".join(named))
-            explained[f"{i} {j}"] = re.sub(r"</?a\b.*?>", "", html)  # links lead on from the page alone
-            before = named
-        i, j = i_end + length, j_end + length
-    return explained
-
-
 class Record:
     """A record as templates show it. One that was not timed here has no seconds."""
 
-    def __init__(self, folder: Path, before: Sequence[Path], data: dict[str, Any], public: dict[str, dict]):
+    def __init__(self, folder: Path, line: Sequence[Path], data: dict[str, Any], public: dict[str, dict]):
         self.key, self.info, self.track = records.name_of(folder), records.read_info(folder), TRACKS[folder.parent.name]
         self.number, _, self.name = folder.name.partition("_")
         self.page = f"records/{self.key}/README.html"
         self.authors = sorted({*re.findall(r"(?<!\w)@[\w.-]*\w", read_text(folder / records.PAGE))}, key=str.lower)
         self.public = public.get(self.info.evidence)
         self.lines = len(data["scripts"][self.key])
-        if self.info.after in data["scripts"]:
-            equal = sum(length for *_, length in data["pairs"][f"{self.info.after} {self.key}"])
-            self.removed, self.added = len(data["scripts"][self.info.after]) - equal, self.lines - equal
+        if before := records.record_before(folder, line):
+            self.before = records.name_of(before)
+            equal = sum(length for *_, length in data["pairs"][f"{self.before} {self.key}"])
+            self.removed, self.added = len(data["scripts"][self.before]) - equal, self.lines - equal
         self.steps: int | None = self.public["steps"] if self.public else None
         self.seconds = self.race = None
         self.standing = "ported, not run on eight GPUs"
@@ -115,7 +86,7 @@ class Record:
             self.steps = logs[0].num_steps
             self.loss = race.Sample([log.val_loss for log in logs])
             self.seconds = race.Sample([log.train_time / 1000 for log in logs])
-            self.race = records.race_before(folder, before)
+            self.race = records.race_before(folder, line)
             processor, cores = str(logs[0].hardware).partition(",")[0], self.track.max_threads
             self.standing = f"measured here on {processor}" + (f", {cores} cores" if cores else "")
 
@@ -240,14 +211,9 @@ def write_site(root: Path, output: Path) -> int:
     for name, script in scripts.items():
         ast.parse(script, name)  # one that is no Python is named
     data = compare(scripts)
-    notes = data["notes"] = {}
     public = read_json(records.PUBLIC)
     by_evidence = {f"public record {it['number']}": it for it in public["records"]}
-    found = [Record(folder, line[:i], data, by_evidence) for i, folder in enumerate(line)]
-    for folder, record in zip(line, found, strict=True):
-        if record.info.after in scripts:
-            before, pair = scripts[record.info.after], f"{record.info.after} {record.key}"
-            notes[pair] = explain(read_text(folder / records.PAGE), before, scripts[record.key], data["pairs"][pair])
+    found = [Record(folder, line, data, by_evidence) for folder in line]
     site = Site(root.parent, scripts=data["scripts"], records=found, tracks=TRACKS, public=public, race=race)
     site.files[Path(SCRIPTS)] = f"{SCRIPTS_BEGIN}{json.dumps(data, separators=(',', ':'))};\n".encode()
     start, index = root / records.PAGE, Path("index.html")

@@ -21,7 +21,8 @@ track, rule = tomllib.loads(Path("records/tracks.toml").read_text())["nano"], "=
 lines = [Path(__file__).read_text().rstrip("\n"), rule, "1 processes, 2 threads each, 2 cores"]
 lines += ["Model name: Some | Processor", f"flags: {json.dumps(sys.argv[1:])}", 'configuration: {"preset": "nano"}']
 lines += [f"train shard: {track['shard'].format(track['first_shard'])}, {2 * track['shard_tokens'] + 1024} bytes"]
-lines += [f"validation tokens: {track['val_tokens']}, sha256 {track['val_sha256']}", rule, f"seed: {seed}"]
+lines += [f"validation tokens: {given.get('--val_tokens', track['val_tokens'])}, sha256 {track['val_sha256']}"]
+lines += [rule, f"seed: {seed}"]
 for step in range(21):
     timing = f"train_time:{step * (40 * SLOWNESS + seed % 3):.0f}ms step_avg:40.00ms"
     lines += [f"step:{step}/20 train_loss:2.5 {timing}"] if step else []

@@ -1,18 +1,20 @@
-"""Numbers of published runs: records/gpt2/golden.npz has them, golden.json explains them."""
+"""Numbers of published runs: golden.npz has them, golden.json explains them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import train_gpt as m
-from speedrun import ROOT
+
+FOLDER = Path(__file__).parent
 
 
 class Golden:
     def __init__(self, record: str):
-        self.facts = json.loads((ROOT / "records/gpt2/golden.json").read_text())[record]
-        arrays = np.load(ROOT / "records/gpt2/golden.npz")
+        self.facts = json.loads((FOLDER / "golden.json").read_text())[record]
+        arrays = np.load(FOLDER / "golden.npz")
         self.arrays = {n.removeprefix(f"{record}/"): arrays[n] for n in arrays.files if n.startswith(f"{record}/")}
 
     def __getitem__(self, name: str) -> np.ndarray:

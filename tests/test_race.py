@@ -22,13 +22,23 @@ NANO = "--", "--preset", "nano"
 RACE = "race", "fast.py", "slow.py", "--pairs", "5", "--seed", "7", "--out", "logs/a", *NANO
 
 
-def edit(path: Path | str, old: str, new: str) -> None:
-    Path(path).write_text(re.sub(old, new, Path(path).read_text(), count=1))
+def edit(path: Path | str, old: str, new: str, count: int = 1) -> None:
+    Path(path).write_text(re.sub(old, new, Path(path).read_text(), count=count))
+
+
+def fill_in(*names: str) -> None:
+    """Write what submit asks for."""
+    for path in [records.RECORDS / "nano" / name / file for name in names for file in ("README.md", "record.json")]:
+        edit(path, "<say.*?>", "a|b", count=0)
+
+
+def run_of(script: int, seed: int, val_loss: float, ms: float) -> race.Run:
+    return race.Run(script, seed, val_loss, ms, preset="nano", is_on_track=True, val_sha256=None, hardware=None)
 
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory) -> Path:
-    """Make a folder with two scripts, their race, and a record of each."""
+    """Make a folder with two scripts, their race, and its records: the older one is a form."""
     (root := tmp_path_factory.mktemp("raced") / "records").mkdir()
     (root / "README.md").write_text(f"# Records\n\n{records.BEGIN}\n{records.END}\n\nMore.\n")
     for name, slowness in dict(fast=1.0, slow=1.5).items():
@@ -38,10 +48,8 @@ def raced(tmp_path_factory) -> Path:
         patch.chdir(root.parent)
         patch.setattr(records, "RECORDS", root)
         assert main(RACE) == 0
-        for name, letter, more in ("01_Slow", "b", []), ("02_Fast", "a", ["--race", "logs/a/race.json"]):
-            assert main(["submit", name[3:], *map(str, sorted(Path("logs/a").glob(f"*-{letter}.txt"))), *more]) == 0
-            (root / "nano" / name / "README.md").write_text("# Name\n")
-            edit(root / "nano" / name / "record.json", "<say.*?>", "a|b")
+        assert main(["submit", "Fast", "logs/a"]) == 0
+        fill_in("01_BeforeFast", "02_Fast")
     return root.parent
 
 
@@ -68,13 +76,15 @@ def test_from_a_race_to_boards_and_curves(tool):
         tool("verify")[1],
         "n=5 mean 1.4222 sd 0.0008 p=9.8e-08 (nano, 20 steps); faster: train time 0.673 (0.668 to 0.679)",
     )
-    assert out.splitlines()[1] == f"ok nano/02_Fast: {result}, loss -0.0005 (-0.0005 to -0.0005), against nano/01_Slow"
+    result += ", loss -0.0005 (-0.0005 to -0.0005), against nano/01_BeforeFast"
+    assert out.splitlines()[1] == f"ok nano/02_Fast: {result}"
     assert (tool("table", "--check")[0], tool("table")[0], tool("table", "--check")[0]) == (1, 0, 0)
     row = r"\| \[Fast\]\(nano/02_Fast\) \| a&#124;b \| 20 \| 1.4222 \(sd 0.0008, n=5\) \| .* \| 0.673 \| 499 \| Some &#"
     assert re.search(row, Path("records/README.md").read_text())
     tool("plot", "-o", "x.png")
     curves = json.loads(Image.open("x.png").text["Comment"])["curves"]
-    assert [(it["name"], it["target"], it["steps"][-1]) for it in curves] == [("Slow", 1.45, 20), ("Fast", 1.45, 20)]
+    found = [(it["name"], it["target"], it["steps"][-1]) for it in curves]
+    assert found == [("BeforeFast", 1.45, 20), ("Fast", 1.45, 20)]
 
 
 FAULTS = {  # what verify says, and what is replaced in the logs of a record
@@ -103,9 +113,8 @@ def test_verify_names_the_fault_of_a_log(tool):
         edit(path, old, new)
         code, out, _ = tool("verify", "Fast")
         assert (code, bool(re.search(f"FAIL nano/02_Fast: .*{message}", out))) == (1, True), (message, out)
-    edit("records/nano/01_Slow/runs.txt", "(?s)(==> .*?)==> .*", r"\1")
-    edit("records/nano/01_Slow/record.json", "idea", "form")
-    assert tool("verify", "Slow")[1].startswith("ok nano/01_Slow: n=1"), "a form needs no p"
+    edit("records/nano/01_BeforeFast/runs.txt", "(?s)(==> .*?)==> .*", r"\1")
+    assert tool("verify", "BeforeFast")[1].startswith("ok nano/01_BeforeFast: n=1"), "a form needs no p"
 
 
 def test_verify_names_the_fault_of_a_race(tool):
@@ -113,33 +122,65 @@ def test_verify_names_the_fault_of_a_race(tool):
     plan, other = json.loads(path.read_text()), dict(sha256="ab" * 32)
     scripts, runs = plan["scripts"], plan["runs"]
     for problem, change in {
-        "lacks the script of nano/02_Fast": dict(scripts=[scripts[0] | other, scripts[1]]),
-        "lacks the script of nano/01_Slow": dict(scripts=[scripts[0], scripts[1] | other]),
-        "has 9 runs, not 5 of each": dict(runs=runs[:-1]),
-        "its runs differ in val_sha256": dict(runs=[*runs[:9], runs[9] | dict(val_sha256="z")]),
-        "screen of 4 pairs: faster": dict(pairs=4, runs=runs[:8]),
-        "not what `race` wrote": dict(scripts=[dict(name="x"), scripts[1]]),
+        "no race.json has its script and that of nano/01": dict(scripts=[scripts[0] | other, scripts[1]]),
+        "no race.json has its script and that of nano/01_Be": dict(scripts=[scripts[0], scripts[1] | other]),
+        "race.json: 9 runs, not 5 of each": dict(runs=runs[:-1]),
+        "race.json: its runs differ in val_sha256": dict(runs=[*runs[:9], runs[9] | dict(val_sha256="z")]),
+        "race.json: screen of 4 pairs: faster": dict(pairs=4, runs=runs[:8]),
+        "race.json: not what `race` wrote": dict(scripts=[dict(name="x"), scripts[1]]),
     }.items():
         path.write_text(json.dumps(plan | change))
-        assert re.match(f"FAIL nano/02_Fast: race.json: {problem}", tool("verify", "Fast")[1]), problem
+        assert re.match(f"FAIL nano/02_Fast: {problem}", tool("verify", "Fast")[1]), problem
 
 
 def test_unfinished_records_are_named_and_left_out(tool):
     tool("table")
-    log, draft = "logs/a/race-1of5-7-a.txt", Path("records/nano/03_Draft")
-    assert [tool("submit", name, log)[0] for name in ("../Draft", "fast")] == [2, 2], "and the records stay"
-    tool("submit", "Draft", log)
-    edit(draft / "record.json", "02_Fast", "01_Slow")
-    for message, file, old, new in (
-        ("record.json: write what '<say", "runs.txt", "", ""),
-        ("README.md: write what '<say", "record.json", "<say.*>", "x"),
-        ("02_Fast comes after nano/01_Slow, too", "README.md", "(?s).*", "# Draft"),
-        ("no whole records lead", "record.json", "01_Slow", "00_Gone"),
-    ):
-        edit(draft / file, old, new)
+    assert [tool("submit", name, "logs/a")[0] for name in ("../Draft", "fast")] == [2, 2], "and the records stay"
+    assert tool("submit", "Draft", "logs/a")[1].count("03_Draft: fill in"), "what it raced is in the line"
+    for message, file in ("record.json: write what '<say", "record.json"), ("README.md: write what '<say", "README.md"):
         code, _, err = tool("table", "--check")
         assert (code, bool(re.search(f"nano/03_Draft is left out: .*{message}", err))) == (0, True), err
         assert tool("verify")[1].splitlines()[-1].startswith("FAIL nano/03_Draft: ")
+        edit(f"records/nano/03_Draft/{file}", "<say.*?>", "x", count=0)
+
+
+def test_a_form_and_an_idea_come_from_one_race_of_three(tool):
+    """Fast is in the line; Same is Fast in another form, which has raced it, and Quick changes one line of Same."""
+    shutil.copy("fast.py", "same.py")
+    edit("same.py", "SLOWNESS = 1.0", "SLOWNESS = 1.0  # as before")
+    shutil.copy("same.py", "quick.py")
+    edit("quick.py", "SLOWNESS = 1.0", "SLOWNESS = 0.5")
+    argv = "race", "quick.py", "same.py", "Fast", "--pairs", 5, "--seed", 20, "--out", "logs/b", *NANO
+    told = tool(*argv)[1].splitlines()
+    pairs = ["quick.py against same.py", "quick.py against nano/02_Fast", "same.py against nano/02_Fast"]
+    assert [line.partition(":")[0] for line in told[2:]] == pairs
+    names = [line.partition(": fill")[0][-13:] for line in tool("submit", "Quick", "logs/b")[1].splitlines()]
+    assert names == ["3_BeforeQuick", "nano/04_Quick"]
+    page = Path("records/nano/04_Quick/README.md").read_text()
+    assert page.count("<say") == page.count("- line 9, `SLOWNESS`: <say what") == 1, page
+    fill_in("03_BeforeQuick", "04_Quick")
+    ok = tool("verify", "BeforeQuick", "Quick")[1].splitlines()
+    assert [re.sub(r"(^\S+ \S+):.*(, against .*)", r"\1\2", line) for line in ok] == [
+        "ok nano/03_BeforeQuick, against nano/02_Fast",
+        "ok nano/04_Quick, against nano/03_BeforeQuick",
+    ]
+    assert tool("diff", "Quick")[2] == "1 lines removed, 1 added\n"
+    with open("records/nano/04_Quick/train_gpt.py", "a") as file:
+        file.write("#\n" * 201)
+    assert "changes 202 lines of nano/03_BeforeQuick" in tool("verify", "Quick")[1]
+
+
+def test_a_form_that_raced_nothing_older_has_no_ratio(tool):
+    edit("fast.py", "SLOWNESS = 1.0", "SLOWNESS = 0.9")
+    edit("slow.py", "SLOWNESS = 1.5", "SLOWNESS = 1.2")
+    tool("race", "fast.py", "slow.py", "--pairs", 5, "--seed", 20, "--out", "logs/b", *NANO)
+    tool("submit", "Faster", "logs/b")
+    fill_in("03_BeforeFaster", "04_Faster")
+    assert tool("verify")[0] == tool("table")[0] == 0
+    rows = Path("records/README.md").read_text().splitlines()
+    ratios = [row.split(" | ")[6:8] for row in rows if "](nano/" in row]
+    assert [ratio for ratio, _ in ratios[::2]] == ["", "not raced"]
+    assert ratios[1][1] == ratios[2][1] != ratios[3][1]
 
 
 def test_a_comparison_ends_with_a_verdict():
@@ -149,29 +190,38 @@ def test_a_comparison_ends_with_a_verdict():
         (1.1, -0.02, 5, "slower at a lower loss"),
         (0.99, 0.02, 5, "undecided, would take about 30 pairs"),
     ):
-        nano = race.Race([race.Script("x", "ab"), race.Script("y", "cd")], ["--preset=nano"], n, 0, 1, "2026-12-01")
+        nano = race.Race([race.Script("x", "ab"), race.Script("y", "cd")], ["--preset=nano"], n, 0, 1)
         spread = np.array([(-1) ** seed * (seed > 0) for seed in range(n)])
         times, losses = ratio * (1 + spread / 60), drop + spread * 0.004
         for seed, i in nano.order:
             loss, ms = (1.44, 800.0) if i else (1.44 + losses[seed], 800 * times[seed])
-            nano.runs.append(race.Run(i, seed, loss, ms))
+            nano.runs.append(run_of(i, seed, loss, ms))
         assert nano.compare(0, 1)["verdict"] == verdict
 
 
 def test_a_script_raced_against_its_copy_shows_how_the_machine_varies(tool, monkeypatch):
     shutil.copy("fast.py", "copy.py")
     times = iter([900.0, 800.0, 820.0, 910.0, 890.0, 810.0])  # by seeds 900/800, 910/820, 890/810
-    monkeypatch.setattr(race, "run_script", lambda _, log, i, seed: race.Run(i, seed, 1.44 + seed / 1e3, next(times)))
+    monkeypatch.setattr(race, "run_script", lambda _, log, i, seed: run_of(i, seed, 1.44 + seed / 1e3, next(times)))
     code, out, _ = tool("race", "fast.py", "copy.py", "--pairs", 3, *NANO)
     assert (code, "train time 1.111 (1.079 to 1.144)" in out, "the two are equal" in out) == (0, True, True), out
+
+
+def test_a_script_races_the_root_and_other_tokens_have_no_target(tool, monkeypatch):
+    monkeypatch.setattr("speedrun.__main__.ROOT", Path("root"))
+    Path("root").mkdir()
+    shutil.copy("slow.py", "root/train_gpt.py")
+    out = tool("race", "fast.py", "--pairs", 1, *NANO, "--val_tokens", "8192")[1]
+    assert "mean 1.4220 sd nan, of other tokens than the track's" in out
+    assert "fast.py against root/train_gpt.py: screen of 1 pair: no interval: train time 0.6" in out
 
 
 def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool):
     argv = "race", "fast.py", "slow.py", "--pairs", 1, "--out", "race"
     assert "mend?this\n" in tool(*argv, *NANO, "--fail", "mend\x1bthis")[2]
     for wrong, message in (
-        ((*argv, *NANO, "--fail", "mend\x1bthis"), "run race-1of1-1-a failed, exit code 1, see above: mend it"),
-        (("race", "fast.py"), "needs 2 to 26 scripts"),
+        ((*argv, *NANO, "--fail", "mend\x1bthis"), "run race-1of1-1-a failed, .*: mend it.* has to take --seed"),
+        (("race", *["fast.py"] * 27), "needs 2 to 26 scripts"),
         ((*argv, "--", "--seed", "1"), "--seed, --log_dir and --run_id are the race's own"),
         ((*argv[:6], "race2", "--", "--cut", "1"), "race-1of1-1-a.txt: ends at step 20 of 20 without"),
         (("race", "fast.py", "none.py"), "'none.py' is neither a file nor a record"),

@@ -18,11 +18,9 @@ const row = (i, j, gone = "", come = "") => `<tr>${half(from.value, i, gone)}${h
 const unchanged = (i, j, n) => Array.from({length: n}, (_, k) => row(i + k, j + k)).join("");
 
 function show() {
-  const parts = [], end = DATA.scripts[from.value].length, notes = DATA.notes[`${from.value} ${to.value}`] ?? {};
+  const parts = [], end = DATA.scripts[from.value].length;
   let i = 0, j = 0, gone = 0, come = 0;
   for (const [a, b, n] of agreements(from.value, to.value)) {
-    const note = notes[`${i} ${j}`];  // what the page of the record says of this hunk
-    if (note) parts.push(`<tr><td colspan="4" class="note">${note}</td></tr>`);
     for (let k = 0; k < Math.max(a - i, b - j); k++)
       parts.push(row(i + k < a ? i + k : null, j + k < b ? j + k : null, "gone", "come"));
     [gone, come, i, j] = [gone + a - i, come + b - j, a + n, b + n];
