@@ -3875,12 +3875,16 @@ def header(
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
     shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in data[name].paths]
     shard_lines = "\n".join(shards)
+    counts = Counter(ngrams=trainer.cfg.ngram_rows * trainer.cfg.model_dim)
+    for name, p in trainer.params.items():
+        counts[name.partition(".")[0]] += p.numel()
     return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
 {trainer.ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
 {hardware}
 environment: {json.dumps(environment)}
+parameters: {", ".join(f"{name} {count:,}" for name, count in counts.items())}
 {shard_lines}
 training tokens: {must_match["training tokens"]}
 validation tokens: {must_match["validation tokens"]}

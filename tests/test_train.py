@@ -33,7 +33,7 @@ def test_log_and_result_have_their_form(flags, corpus):
     scored = hashlib.sha256(np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]).hexdigest()
     wanted = [f", PyTorch {torch.__version__}, ", f"train shard: {corpus}/train_000000.bin, ", '"--run_id", "form"']
     wanted += [f"training tokens: {trained}, ", f"validation tokens: 288, sha256 {scored}\n", '"num_iterations": 4']
-    wanted += [f"val shard: {corpus}/val_000000.bin, ", "environment: {"]
+    wanted += [f"val shard: {corpus}/val_000000.bin, ", "environment: {", "parameters: ngrams 1,952, "]
     assert [text for text in wanted if text not in environment] == []
     wanted = ["seed: 5", "clock started: 0"]
     assert [text for text in wanted if text not in steps] == []
