@@ -34,7 +34,9 @@ MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_leve
 TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
 TAG = re.compile(r"""<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.IGNORECASE)
 ATTRIBUTE = re.compile(r"""\s([\w-]+)=("[^"]*"|'[^']*'|[^\s>]+)""")
-SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
+# GitHub shows these tags as text (https://github.github.com/gfm/#disallowed-raw-html-extension-)
+DISALLOWED = re.compile(r"<(?=/?(title|textarea|style|xmp|iframe|noembed|noframes|script|plaintext)\b)", re.IGNORECASE)
+FILES = "files.json"  # the list of the site's files, which shows that a folder holds one
 TOUR, SCRIPT_PAGE = Path("docs/tour.md"), Path("script.html")
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
 
@@ -136,14 +138,13 @@ class Site:
             name, value = attribute[1].lower(), unescape(attribute[2].strip("\"'"))
             if name in ("id", "name"):
                 anchors.add(value)
-            elif name in ("href", "src"):
+            elif name in ("href", "src") and not re.match(r"\s*javascript:", value, re.IGNORECASE):
                 return f' {name}="{escape(self.address_of(value, source, place))}"'
-            return attribute[0]
+            return "" if name in ("href", "src") or name.startswith("on") else attribute[0]
 
         tokens = MARKDOWN.parse(text) if isinstance(text, str) else text
-        html = TAG.sub(
-            lambda tag: ATTRIBUTE.sub(with_address, tag[0]), MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
-        )
+        html = DISALLOWED.sub("&lt;", MARKDOWN.renderer.render(tokens, MARKDOWN.options, {}))
+        html = TAG.sub(lambda tag: ATTRIBUTE.sub(with_address, tag[0]), html)
         return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
 
     def address_of(self, link: str, source: Path, place: Path) -> str:
@@ -164,6 +165,20 @@ class Site:
             return link
         address = quote(os.path.relpath(self.place_of(target), place.parent))
         return f"{address}#{quote(anchor)}" if anchor else address
+
+    def write(self, output: Path) -> None:
+        """Write the files, and remove those that the site had before and has no more."""
+        names = sorted(map(str, self.files))
+        old = read_json(output / FILES)["files"] if (output / FILES).is_file() else []
+        output.mkdir(parents=True, exist_ok=True)
+        (output / FILES).write_text(json.dumps(dict(files=sorted({*names, *old}))) + "\n")  # should this be stopped
+        for name in {*old} - {*names}:
+            if (output / name).resolve().is_relative_to(output.resolve()):
+                (output / name).unlink(missing_ok=True)
+        for place, content in self.files.items():
+            (output / place).parent.mkdir(parents=True, exist_ok=True)
+            (output / place).write_bytes(content)
+        (output / FILES).write_text(json.dumps(dict(files=names)) + "\n")
 
     def broken_links(self) -> Iterator[str]:
         for (source, link), (target, anchor) in self.links.items():
@@ -194,8 +209,7 @@ def add_script(site: Site) -> None:
 def check_output(output: Path) -> None:
     """Raise ToolError unless the folder is new or empty, or holds the site from before."""
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    is_site = (output / SCRIPTS).is_file() and read_text(output / SCRIPTS).startswith(SCRIPTS_BEGIN)
-    if not is_free and not is_site:
+    if not is_free and not (output / FILES).is_file():
         raise ToolError(f"{output}: holds other files than this site; name a new or an empty folder with -o")
 
 
@@ -215,7 +229,7 @@ def write_site(root: Path, output: Path) -> int:
     by_evidence = {f"public record {it['number']}": it for it in public["records"]}
     found = [Record(folder, line, data, by_evidence) for folder in line]
     site = Site(root.parent, scripts=data["scripts"], records=found, tracks=TRACKS, public=public, race=race)
-    site.files[Path(SCRIPTS)] = f"{SCRIPTS_BEGIN}{json.dumps(data, separators=(',', ':'))};\n".encode()
+    site.files[Path("compare.js")] = f"const DATA = {json.dumps(data, separators=(',', ':'))};\n".encode()
     start, index = root / records.PAGE, Path("index.html")
     story = read_text(start).partition("\n## The line so far\n")[2].partition("\n## ")[0]
     site.add(index, "index.html", story=site.html_of(story, start, index))
@@ -228,7 +242,5 @@ def write_site(root: Path, output: Path) -> int:
     site.add_linked()
     for problem in site.broken_links():
         print(printable(problem), file=sys.stderr)
-    for place, content in site.files.items():  # first what shows that the folder holds this site
-        (output / place).parent.mkdir(parents=True, exist_ok=True)
-        (output / place).write_bytes(content)
+    site.write(output)
     return len(site.files)

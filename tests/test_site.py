@@ -21,6 +21,7 @@ LINKS = {  # Markdown, and what the page in records/ makes of it
     "[m](../.github/m.md)": 'href="../github/m.html"',
     "[l](../docs/tour.md#second)": 'href="../script.html#second"',
     "- [x] done `<a href=code.md>` nano/x.py": 'type="checkbox"',
+    "<script>x()</script> <b onclick=x()>n</b> <a href='JavaScript:x()'>": "&lt;script>x()&lt;/script> <b>n</b> <a>",
 }
 BROKEN = "[](none.md)", '<img src="none.png">', "[](/docs/)", "[](RULES.md#none)", "[](#none)", '<a href="http://[">'
 
@@ -99,7 +100,11 @@ def root(tmp_path: Path) -> Path:
 def test_pages_hold_figures_and_links_lead_where_they_do_on_github(root: Path, tmp_path: Path, capsys):
     site.write_site(root, folder := tmp_path / "site")
     (folder / "mine").touch()
-    assert site.write_site(root, folder) == sum(path.is_file() for path in folder.rglob("*")) - 1
+    (root / "gpt2/18_SoftCap").rename(root / "gpt2/18_Renamed")
+    assert site.write_site(root, folder) == sum(path.is_file() for path in folder.rglob("*")) - 2, "and the list"
+    assert "18_SoftCap" not in (folder / site.FILES).read_text()
+    (root / "gpt2/18_Renamed").rename(root / "gpt2/18_SoftCap")
+    site.write_site(root, folder)
     assert capsys.readouterr().err == ""
     index, notes, _ = ((folder / it).read_text() for it in ("index.html", "records/NOTES.html", "docs/my file.html"))
     texts = "0.825 (0.750 to 0.908) times that of ValueEmbed", "+83 ", "ported, not run on eight GPUs", "@somebody"
