@@ -25,7 +25,6 @@ PLACEHOLDER = re.compile(r"<say[^>\n]*>?")
 BEGIN = "<!-- table leaderboards: python -m speedrun table -->"
 END = "<!-- end of table -->"
 COLUMNS = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
-COLUMNS += "|peak memory (MiB)|hardware"
 MOST_LINES = 200  # that an idea may change
 
 
@@ -377,14 +376,13 @@ def board_row(folder: Path, logs: Sequence[Log], ratio: str, product: float) -> 
         f"{times.mean:.2f} (sd {times.sd:.2f})",
         ratio,
         f"{product:.3f}",
-        f"{max(log.peak_mib or 0 for log in logs):,}",
-        cell("; ".join(sorted({log.hardware or "not stated" for log in logs}))),
     ]
 
 
 def leaderboards(root: Path) -> str:
     """Return the tables of all leaderboards, and of the records that were not timed."""
     line, boards, untimed = lineage(root), dict[str, list[list[str]]](), dict[str, list[list[str]]]()
+    machines = dict[str, set[str]]()
     products: dict[str, float] = {}  # of each board, the train time of its newest record in times of the first's
     for folder in line:
         info = read_info(folder)
@@ -399,11 +397,13 @@ def leaderboards(root: Path) -> str:
             times = raced[2]["train_time"]
             ratio, products[board] = interval(times, ".3f"), products[board] * times["ratio"]
         boards.setdefault(board, []).append(board_row(folder, logs, ratio, products[board]))
+        machines.setdefault(board, set()).update(log.hardware or "hardware that no log states" for log in logs)
     parts = []
     for board in sorted(boards, reverse=True):
         track = TRACKS[board.split()[0]]
         goal = f"at most {track.target} nats per {track.unit} of {track.text}"
-        parts += [f"### {cell(board)}: {goal}, measured here", markdown_table(COLUMNS, boards[board])]
+        machine = cell(" or ".join(sorted(machines[board])))
+        parts += [f"### {cell(board)}: {goal}, measured here on {machine}", markdown_table(COLUMNS, boards[board])]
     for name, rows in untimed.items():
         parts += [f"### {name}: ported, not run on eight GPUs", markdown_table("record|what|of", rows)]
     return "\n\n".join(parts)
