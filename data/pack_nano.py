@@ -11,14 +11,14 @@ import argparse
 import hashlib
 import importlib.util
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-import numpy as np
+shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
+if __name__ == "__main__":
+    shards.run(__file__)
 
-if __package__:
-    from data import shards
-else:  # started as a file: this folder is where Python looks
-    import shards  # type: ignore[import-not-found, no-redef]
+import numpy as np  # noqa: E402 (inside of `run`)
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
@@ -88,14 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     spec = importlib.util.find_spec("torch")  # which is not imported
     if spec is None or spec.origin is None:
         parser.error("torch is not installed here: ./run.sh makes an environment that has it")
-    try:
-        for split, documents in build_corpus(Path(spec.origin).parent).items():
-            path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
-            shards.write_shard(path, tokens)
-            print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
-    except OSError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
+    for split, documents in build_corpus(Path(spec.origin).parent).items():
+        path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
+        shards.write_shard(path, tokens)
+        print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")

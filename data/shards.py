@@ -1,17 +1,44 @@
-"""Write the shard format: 256 int32 of header, then the tokens as uint16.
+"""What the scripts of this folder share: how they end, the shard format, reading of texts, GPT-2's vocabulary.
 
-The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in the speedrun community's FineWeb shards.
-train_gpt.py parses it with its own code, because it imports nothing from this repository.
+A shard is 256 int32 of header, [20240520, 1, number of tokens, 0, ...], then the tokens as uint16, all little-endian,
+as in the speedrun community's FineWeb shards. train_gpt.py parses it with its own code, because it imports nothing from
+this repository.
 """
 
+import codecs
 import os
+import struct
+import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # scripts load it inside of `run`, as it takes long
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "data." if __package__ else ""  # of a script that is started as a file, nothing
 
 
-def write_file(path: Path, *parts: bytes | np.ndarray) -> None:
+def run(script: str) -> NoReturn:
+    """Import a script of this folder, do what its `main` does, and exit with code 0.
+
+    Errors of the user and of files have a line and code 2, Ctrl-C has a line and code 130, in imports, too.
+    """
+    name = Path(script).name
+    try:
+        import_module(PACKAGE + name.removesuffix(".py")).main()
+        sys.exit()
+    except (OSError, RuntimeError) as error:
+        problem, code = f"error: {error}", 2
+    except KeyboardInterrupt:
+        problem, code = "interrupted", 130
+    print(f"{name}: {problem}", file=sys.stderr)
+    sys.exit(code)
+
+
+def write_file(path: Path, *parts: "bytes | np.ndarray") -> None:
     """Write a file that appears whole or not at all: under a temporary name, synced and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -24,8 +51,34 @@ def write_file(path: Path, *parts: bytes | np.ndarray) -> None:
         os.replace(new, path)
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
+def write_shard(path: Path, tokens: "np.ndarray") -> None:
     """Write `tokens` (0 ... 65535) to `path`."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    write_file(path, header, np.ascontiguousarray(tokens, dtype="<u2"))
+    write_file(path, struct.pack("<3i1012x", 20240520, 1, len(tokens)), tokens.astype("<u2"))
+
+
+def read_text(path: Path) -> str:
+    r"""Return a file's text without a byte order mark, and with \n at the end of each line.
+
+    Files are UTF-8, or UTF-16 with a mark. Bytes that are no UTF-8, as in Latin-1, become surrogates, which keep them:
+    `text.encode(errors="surrogateescape")` has them again.
+    """
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = content.decode("utf-16", errors="replace")
+    else:
+        text = content.decode("utf-8-sig", errors="surrogateescape")
+    return text.replace("\r\n", "\n")
+
+
+def gpt2_encoding():
+    """Return tiktoken's GPT-2 encoding, which it downloads on first use. Raise RuntimeError that says what to do."""
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except ImportError:
+        install = f'{sys.executable} -m pip install -e "{ROOT}[tools]"'
+        raise RuntimeError(f"this needs the package tiktoken: {install}") from None
+    except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
+        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
+        raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
