@@ -190,10 +190,7 @@ def tokenizer(cfg: Any) -> tuple[Callable[[str], list[int]], Callable[[int], byt
     """Return how text becomes tokens, and a token bytes."""
     if cfg.vocab_size == 257:
         return lambda text: list(text.encode(errors="surrogateescape")), lambda token: bytes([token])
-    try:
-        gpt2 = gpt2_encoding()
-    except RuntimeError as error:
-        raise ToolError(str(error)) from None
+    gpt2 = gpt2_encoding()
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
 
 

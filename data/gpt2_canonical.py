@@ -2,15 +2,14 @@
 
     python data/gpt2_canonical.py       # needs tiktoken, of the extra "tools"; some ten seconds
 
-It writes data/gpt2_prefixes.bin, too, which the repository has: for each token the longest other one that its bytes
-begin with, as uint16. Training predicts it beside the next token (see `Stage.prefix` in train_gpt.py).
-
 " under" and "stand" never follow each other, because the tokenizer writes " understand". A model need not know that:
 where this mask is set, the last validation takes the logit away. The mask follows from the vocabulary alone, and
 training does not read it. The idea is @jvarho's, of public record 91; the rule in code is ours.
 
 The file has bits (50304, 6288) uint8, 316 MB: bit x % 8 of byte x // 8 in row p is 1 if x never stands right behind p.
-Rows and columns of the end of text and of padding are 0. No other files are written than those with the known hashes.
+Rows and columns of the end of text and of padding are 0. The repository has data/gpt2_prefixes.bin, which is written,
+too: for each token the longest other one that it begins with, which training predicts beside it (`Stage.prefix`).
+No other files are written than those with the known hashes.
 """
 
 import hashlib
@@ -124,6 +123,6 @@ def main(argv: list[str] | None = None) -> None:
     mask = np.concatenate([*canonical_rows(tokens, VOCAB_SIZE)])
     for table, (name, sha256) in zip((mask, longest_prefixes(tokens)), SHA256.items(), strict=True):
         if hashlib.sha256(table).hexdigest() != sha256:
-            raise RuntimeError(f"{name}: another vocabulary or Unicode gave another: try another tiktoken or Python")
+            raise shards.UserError(f"{name}: this vocabulary or Unicode is another: try another tiktoken or Python")
         shards.write_file(FOLDER / name, table)
         print(f"{FOLDER / name}: {table.nbytes:,} bytes")

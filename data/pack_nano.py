@@ -9,9 +9,8 @@ are not comparable. Exit codes: 0 packed, 2 it could not be.
 
 import argparse
 import hashlib
-import importlib.util
 from collections.abc import Sequence
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
 
 shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
-    spec = importlib.util.find_spec("torch")  # which is not imported
+    spec = util.find_spec("torch")  # which is not imported
     if spec is None or spec.origin is None:
         parser.error("torch is not installed here: ./run.sh makes an environment that has it")
     for split, documents in build_corpus(Path(spec.origin).parent).items():

@@ -44,20 +44,22 @@ def find_files(argument: Path) -> list[Path]:
     if argument.is_file():
         return [argument]
     if not argument.is_dir():  # a pipe or a device might never end
-        raise RuntimeError(f"{argument}: no regular file and no folder")
-    paths = [path for path in sorted(argument.rglob("*")) if path.is_file()]
-    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(argument).parts)]
+        raise shards.UserError(f"{argument}: no regular file and no folder")
+    paths = sorted(argument.rglob("*"))
+    return [path for path in paths if "/." not in f"/{path.relative_to(argument)}" and path.is_file()]
 
 
-def choose_files(inputs: Sequence[Path]) -> tuple[Iterable[Path], str]:
-    """Return the files that are named or have an ending of text, and say how many others there are."""
-    paths = dict.fromkeys(path for argument in inputs for path in find_files(argument))
-    chosen = {path: None for path in paths if path.suffix.lower() in EXTENSIONS or path in inputs}
-    left_out = Counter(path.suffix.lower() or "without ending" for path in paths if path not in chosen).most_common()
-    counts = [f"{count:,} {ending}" for ending, count in left_out[:8]]
-    others = f" and {len(left_out) - 8} more endings" if len(left_out) > 8 else ""
-    told = f"left out of folders: {', '.join(counts)}{others}; files that you name are taken"
-    return chosen, told if counts else ""
+def choose_files(inputs: Sequence[Path]) -> tuple[list[Path], str]:
+    """Return the files that are named or have an ending of text, and say what else folders have, if anything."""
+    chosen, others, named = [], Counter[str](), {*inputs}
+    for path in dict.fromkeys(path for argument in inputs for path in find_files(argument)):
+        if (ending := path.suffix.lower()) in EXTENSIONS or path in named:
+            chosen.append(path)
+        else:
+            others[ending or "without ending"] += 1
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in others.most_common(8))
+    more = " and others" if len(others) > 8 else ""
+    return chosen, f"left out of folders: {counts}{more}; files that you name are taken" if others else ""
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -98,21 +100,15 @@ def encode_gpt2(documents: Sequence[bytes]) -> np.ndarray:
 
 
 def flags_of(preset: Preset, train: int, val: int, hint: str) -> list[str]:
-    """Return the flags of a run that reads so many tokens once. Raise RuntimeError if they are too few."""
+    """Return the flags of a run that reads so many tokens once. Raise shards.UserError if they are too few."""
     steps, sequences = (train - 1) // preset.step_tokens, (val - 1) // preset.val_seq_len
     if steps < preset.min_steps or sequences < 1:
         least = f"{preset.min_steps * preset.step_tokens + 1:,} and {preset.val_seq_len + 1:,}"
-        told = f"too little text: {train:,} and {val:,} tokens, {preset.name} needs {least}"
-        raise RuntimeError("; ".join(filter(None, [told, hint])))
+        found = f"{train:,} and {val:,} tokens"
+        raise shards.UserError(f"too little text: {found}, {preset.name} needs {least}{hint and f'; {hint}'}")
     val_tokens = min(sequences, preset.val_sequences) * preset.val_seq_len
     flags = f"--preset {preset.name} --num_iterations {min(steps, preset.max_steps)} --val_tokens {val_tokens}"
-    return [*flags.split(), *preset.flags.split(), "--target_loss", "0", "--val_sha256", ""]
-
-
-def held_back(val: Sequence[bytes], shuffled: Sequence[bytes], tokens: np.ndarray) -> bytes:
-    """Return, in the order of the texts, the documents that begin in these first tokens of the shuffled ones."""
-    read = {*shuffled[: (tokens == tokens[0]).sum()]}
-    return b"".join(document for document in dict.fromkeys(val) if document in read)
+    return f"{flags} {preset.flags} --target_loss 0 --val_sha256=".split()
 
 
 def pack(inputs: Sequence[Path], out: Path, tokenizer: str) -> list[str]:
@@ -132,8 +128,10 @@ def pack(inputs: Sequence[Path], out: Path, tokenizer: str) -> list[str]:
         shards.write_shard(path, tokens[split])
         print(f"{path}: {len(documents):,} documents, {len(tokens[split]):,} tokens", flush=True)
         flags += [f"--{split}_files", glob.escape(str(path).removeprefix(f"{shards.ROOT}/"))]  # run.sh changes to it
-    validated = tokens["val"][: preset.val_sequences * preset.val_seq_len]
-    shards.write_file(out / "val.txt", held_back(val, splits["val"], validated))
+    # Documents that begin in what the run is validated on, in the order of the texts
+    begins = tokens["val"][: preset.val_sequences * preset.val_seq_len] == tokens["val"][0]  # the end of a text
+    validated = {*splits["val"][: begins.sum()]}
+    shards.write_file(out / "val.txt", *(document for document in dict.fromkeys(val) if document in validated))
     return flags
 
 

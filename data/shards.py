@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "data." if __package__ else ""  # of a script that is started as a file, nothing
 
 
+class UserError(Exception):
+    """An error that the user can fix, in one line; exits with code 2, in sample.py, too."""
+
+    code = 2
+
+
 def run(script: str) -> NoReturn:
     """Import a script of this folder, do what its `main` does, and exit with code 0.
 
@@ -30,7 +36,7 @@ def run(script: str) -> NoReturn:
     try:
         import_module(PACKAGE + name.removesuffix(".py")).main()
         sys.exit()
-    except (OSError, RuntimeError) as error:
+    except (OSError, UserError) as error:
         problem, code = f"error: {error}", 2
     except KeyboardInterrupt:
         problem, code = "interrupted", 130
@@ -71,14 +77,14 @@ def read_text(path: Path) -> str:
 
 
 def gpt2_encoding():
-    """Return tiktoken's GPT-2 encoding, which it downloads on first use. Raise RuntimeError that says what to do."""
+    """Return tiktoken's GPT-2 encoding, which it downloads on first use."""
     try:
         import tiktoken
 
         return tiktoken.get_encoding("gpt2")
     except ImportError:
         install = f'{sys.executable} -m pip install -e "{ROOT}[tools]"'
-        raise RuntimeError(f"this needs the package tiktoken: {install}") from None
+        raise UserError(f"this needs the package tiktoken: {install}") from None
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
-        raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
+        raise UserError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None

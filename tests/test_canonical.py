@@ -36,10 +36,10 @@ def test_only_known_tables_are_kept_and_errors_are_one_line(tmp_path, monkeypatc
     for stand_in, line in {
         None: f'this needs the package tiktoken: {sys.executable} -m pip install -e "{ROOT}[tools]"',
         offline: "could not be downloaded (ConnectionError): set TIKTOKEN",
-        other: "gpt2_canonical.bin: another vocabulary or Unicode gave another: try another tiktoken or Python",
+        other: "gpt2_canonical.bin: this vocabulary or Unicode is another: try another tiktoken or Python",
     }.items():
         monkeypatch.setitem(sys.modules, "tiktoken", stand_in)
-        with pytest.raises(RuntimeError, match=re.escape(line)):
+        with pytest.raises(canonical.shards.UserError, match=re.escape(line)):
             canonical.main([])
         assert [*tmp_path.iterdir()] == []
     prefixes = np.array([PREFIXES.get(token, 65535) for token in range(len(TOKENS) + 1)], "<u2")

@@ -105,7 +105,7 @@ def test_what_fails_leaves_older_shards_and_says_why(tmp_path, capsys, monkeypat
         (folder / f"{i}.{min(i, 9)}").touch()
     assert fails(capsys, monkeypatch, folder, book[1]) == (
         "pack_text.py: error: too little text: 0 and 0 tokens, nano needs 40,961 and 8,193; left out of folders: "
-        "11 .9, 1 .0, 1 .1, 1 .2, 1 .3, 1 .4, 1 .5, 1 .6 and 2 more endings; files that you name are taken"
+        "11 .9, 1 .0, 1 .1, 1 .2, 1 .3, 1 .4, 1 .5, 1 .6 and others; files that you name are taken"
     )
     assert fails(capsys, monkeypatch, tmp_path / "page", book[1]).endswith("nano needs 40,961 and 8,193")
     assert "no regular file" in fails(capsys, monkeypatch, tmp_path / "none", book[1])
