@@ -14,7 +14,6 @@ import codecs
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -26,15 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data.shards import gpt2_encoding, read_text
+from data.shards import gpt2_encoding, loading, read_text
 from speedrun import ROOT
 from speedrun.logs import load_script, script_in
 from speedrun.process import ToolError, packages, run
 
-if __name__ == "__main__":  # as another module, whose imports are inside of what gives Ctrl-C its line
-    sys.exit(run("sample.py", lambda argv: importlib.import_module("sample").sample_or_score(argv)))
-
-with packages():
+with loading(), packages():
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -282,3 +278,7 @@ def sample_or_score(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run("sample.py", sample_or_score, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

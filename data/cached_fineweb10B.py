@@ -8,16 +8,20 @@ Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 int
 """
 
 import argparse
-import struct
+from importlib import import_module
 from pathlib import Path
+
+shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
+with shards.loading():
+    import numpy as np
+
+    # Not snapshot_download, which after Ctrl-C waits until its threads are done, for minutes where a server stalls
+    from huggingface_hub import hf_hub_download
 
 
 def is_shard(path: Path) -> bool:
     """Tell whether a shard is there, and as long as its header says (see data/shards.py)."""
-    if not path.is_file() or (size := path.stat().st_size) % 2:
-        return False
-    with open(path, "rb") as file:
-        return file.read(12) == struct.pack("<3i", 20240520, 1, (size - 1024) // 2)
+    return path.is_file() and np.fromfile(path, "<i4", 3).tolist() == [20240520, 1, (path.stat().st_size - 1024) / 2]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,10 +35,6 @@ def main(argv: list[str] | None = None) -> None:
             path = args.out / name
             if is_shard(path):
                 continue
-            # Here, where Ctrl-C has its line: it takes long to load. Not snapshot_download, which after Ctrl-C waits
-            # until its threads are done, for minutes where a server stalls
-            from huggingface_hub import hf_hub_download
-
             path.unlink(missing_ok=True)  # the library would take a damaged file for what it downloaded
             # The data are public, but a token that has expired is refused
             hf_hub_download("kjj0/fineweb10B-gpt2", name, repo_type="dataset", token=False, local_dir=args.out)

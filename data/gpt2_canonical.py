@@ -22,10 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
-if __name__ == "__main__":
-    shards.run(__file__)
-
-import numpy as np  # noqa: E402 (inside of `run`)
+with shards.loading():
+    import numpy as np
 
 FOLDER, VOCAB_SIZE = Path(__file__).parent, 50304
 SHA256 = {
@@ -126,3 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             raise shards.UserError(f"{name}: this vocabulary or Unicode is another: try another tiktoken or Python")
         shards.write_file(FOLDER / name, table)
         print(f"{FOLDER / name}: {table.nbytes:,} bytes")
+
+
+if __name__ == "__main__":
+    shards.run(main)

@@ -14,36 +14,27 @@ from importlib import import_module, util
 from pathlib import Path
 
 shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
-if __name__ == "__main__":
-    shards.run(__file__)
-
-import numpy as np  # noqa: E402 (inside of `run`)
+with shards.loading():
+    import numpy as np
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
 
 
-def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
-    """Cut a file at its double newlines and join consecutive pieces into documents of at least `min_bytes`.
-
-    Each piece keeps a double newline at its end. The last document may be shorter; it is dropped if it is blank.
-    """
-    documents, current = [], b""
-    for piece in text.split(b"\n\n"):
-        current += piece + b"\n\n"
-        if len(current) >= min_bytes:
-            documents.append(current)
-            current = b""
-    return [*documents, current] if current.strip() else documents
-
-
 def split_documents(text: bytes, min_bytes: int = 256, max_bytes: int = 2048) -> list[bytes]:
-    """Cut a file into documents: one long list would fill many training steps in a row.
+    """Cut a file at its double newlines into documents of these sizes: one long list would fill many training steps.
 
-    What a longer document leaves is dropped if it has less than `min_bytes`. The last of the file may be shorter.
+    Each piece keeps a double newline at its end. What a longer document leaves is dropped if it has less than
+    `min_bytes`. The last of the file may be shorter; it is dropped if it is blank.
     """
-    parts = []
-    for document in join_pieces(text, min_bytes):
+    documents, parts = [b""], list[bytes]()
+    for piece in text.split(b"\n\n"):
+        if len(documents[-1]) >= min_bytes:
+            documents.append(b"")
+        documents[-1] += piece + b"\n\n"
+    if len(documents[-1]) < min_bytes and not documents[-1].strip():
+        documents.pop()
+    for document in documents:
         cuts = [document[i : i + max_bytes] for i in range(0, len(document), max_bytes)]
         parts += cuts[:-1] if len(cuts) > 1 and len(cuts[-1]) < min_bytes else cuts
     return parts
@@ -91,3 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
         shards.write_shard(path, tokens)
         print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
+
+
+if __name__ == "__main__":
+    shards.run(main)

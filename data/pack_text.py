@@ -22,12 +22,9 @@ from importlib import import_module
 from pathlib import Path
 
 shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
-if __name__ == "__main__":
-    shards.run(__file__)
-
-import numpy as np  # noqa: E402 (inside of `run`)
-
-pack_nano = import_module(f"{shards.PACKAGE}pack_nano")
+pack_nano = import_module("data.pack_nano" if __package__ else "pack_nano")
+with shards.loading():
+    import numpy as np
 
 EXTENSIONS = ".txt .md .rst .tex .py .c .h .cpp .rs .go .java .js .ts".split()
 
@@ -147,3 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     score = [sys.executable, shards.ROOT / "sample.py", shards.ROOT / f"logs/{run_id}.pt", "--score", out / "val.txt"]
     print("train on it:", shlex.join([f"{shards.ROOT}/run.sh", *flags, "--run_id", run_id]))
     print("then score it, or without --score see a sample:", shlex.join(map(str, score)))
+
+
+if __name__ == "__main__":
+    shards.run(main)

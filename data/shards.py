@@ -6,19 +6,33 @@ this repository.
 """
 
 import codecs
+import contextlib
 import os
+import signal
 import struct
 import sys
 import tempfile
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
-if TYPE_CHECKING:
-    import numpy as np  # scripts load it inside of `run`, as it takes long
+ROOT, PROGRAM = Path(__file__).resolve().parents[1], Path(sys.argv[0]).name
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "data." if __package__ else ""  # of a script that is started as a file, nothing
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """End with a line at Ctrl-C while packages load: their code in C may turn the exception into another."""
+
+    def end(*_: object) -> None:
+        os.write(2, f"{PROGRAM}: interrupted\n".encode())
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+with loading():
+    import numpy as np
 
 
 class UserError(Exception):
@@ -27,24 +41,19 @@ class UserError(Exception):
     code = 2
 
 
-def run(script: str) -> NoReturn:
-    """Import a script of this folder, do what its `main` does, and exit with code 0.
-
-    Errors of the user and of files have a line and code 2, Ctrl-C has a line and code 130, in imports, too.
-    """
-    name = Path(script).name
+def run(main: Callable[[], None]) -> None:
+    """Do what a script's `main` does. Errors of the user and of files have a line and code 2, Ctrl-C a line and 130."""
     try:
-        import_module(PACKAGE + name.removesuffix(".py")).main()
-        sys.exit()
+        return main()
     except (OSError, UserError) as error:
         problem, code = f"error: {error}", 2
     except KeyboardInterrupt:
         problem, code = "interrupted", 130
-    print(f"{name}: {problem}", file=sys.stderr)
+    print(f"{PROGRAM}: {problem}", file=sys.stderr)
     sys.exit(code)
 
 
-def write_file(path: Path, *parts: "bytes | np.ndarray") -> None:
+def write_file(path: Path, *parts: bytes | np.ndarray) -> None:
     """Write a file that appears whole or not at all: under a temporary name, synced and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -57,7 +66,7 @@ def write_file(path: Path, *parts: "bytes | np.ndarray") -> None:
         os.replace(new, path)
 
 
-def write_shard(path: Path, tokens: "np.ndarray") -> None:
+def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write `tokens` (0 ... 65535) to `path`."""
     write_file(path, struct.pack("<3i1012x", 20240520, 1, len(tokens)), tokens.astype("<u2"))
 

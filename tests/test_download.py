@@ -22,7 +22,7 @@ def test_shards_appear_whole_and_the_same_command_continues_whatever_happens(tmp
         local_dir.mkdir(exist_ok=True)
         (local_dir / name).write_bytes(content)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
     command = ["1", f"--out={tmp_path}/out"]
     for train, code, line in (
         (KeyboardInterrupt(), 130, "interrupted; the same command continues"),

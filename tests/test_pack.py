@@ -32,9 +32,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fails(capsys, monkeypatch, *arguments, code: int = 2) -> str:
-    monkeypatch.setattr(sys, "argv", ["pack_text.py", *map(str, arguments)])
+    monkeypatch.setattr(shards, "PROGRAM", "pack_text.py")
     with pytest.raises(SystemExit, match=str(code)):
-        shards.run(pack_text.__file__)
+        shards.run(lambda: pack_text.main([*map(str, arguments)]))
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
