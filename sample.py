@@ -25,12 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from data.texts import gpt2_encoding, read_text
+from data.shards import gpt2_encoding, loading, read_text
 from speedrun import ROOT
 from speedrun.logs import load_script, script_in
 from speedrun.process import ToolError, packages, run
 
-with packages():
+with loading(), packages():
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -186,10 +186,7 @@ def tokenizer(cfg: Any) -> tuple[Callable[[str], list[int]], Callable[[int], byt
     """Return how text becomes tokens, and a token bytes."""
     if cfg.vocab_size == 257:
         return lambda text: list(text.encode(errors="surrogateescape")), lambda token: bytes([token])
-    try:
-        gpt2 = gpt2_encoding()
-    except RuntimeError as error:
-        raise ToolError(str(error)) from None
+    gpt2 = gpt2_encoding()
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
 
 

@@ -8,12 +8,15 @@ Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 int
 """
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
-import numpy as np
+shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
+with shards.loading():
+    import numpy as np
 
-# Not snapshot_download, which after Ctrl-C waits until its threads are done, for minutes where a server stalls
-from huggingface_hub import hf_hub_download
+    # Not snapshot_download, which after Ctrl-C waits until its threads are done, for minutes where a server stalls
+    from huggingface_hub import hf_hub_download
 
 
 def is_shard(path: Path) -> bool:

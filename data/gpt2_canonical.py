@@ -7,7 +7,9 @@ where this mask is set, the last validation takes the logit away. The mask follo
 training does not read it. The idea is @jvarho's, of public record 91; the rule in code is ours.
 
 The file has bits (50304, 6288) uint8, 316 MB: bit x % 8 of byte x // 8 in row p is 1 if x never stands right behind p.
-Rows and columns of the end of text and of padding are 0. No other mask is written than the one with the known hash.
+Rows and columns of the end of text and of padding are 0. The repository has data/gpt2_prefixes.bin, which is written,
+too: for each token the longest other one that it begins with, which training predicts beside it (`Stage.prefix`).
+No other files are written than those with the known hashes.
 """
 
 import hashlib
@@ -15,19 +17,19 @@ import unicodedata
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
+shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
+with shards.loading():
+    import numpy as np
 
-if __package__:
-    from data import shards, texts
-else:  # started as a file: this folder is where Python looks
-    import shards  # type: ignore[import-not-found, no-redef]
-    import texts  # type: ignore[import-not-found, no-redef]
-
-PATH, VOCAB_SIZE = Path(__file__).with_name("gpt2_canonical.bin"), 50304
-SHA256 = "3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998"
+FOLDER, VOCAB_SIZE = Path(__file__).parent, 50304
+SHA256 = {
+    "gpt2_canonical.bin": "3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998",
+    "gpt2_prefixes.bin": "369d2091939994f1ff771dd3d52912ad53bb3daf1c7941840a1cd50d0d72f373",
+}
 CONTRACTIONS = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"]  # the tokenizer always cuts behind one
 NEVER = 2**31 - 1
 Pieces = list[tuple[int, int]]  # a token, and the merge from which on it is no longer that piece
@@ -104,20 +106,25 @@ def canonical_rows(tokens: list[bytes], vocab_size: int) -> Iterator[np.ndarray]
         yield np.zeros(vocab_size // 8, np.uint8)
 
 
+def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
+    """Return for each token, and the end of text, the longest other token that it begins with; 65535: none."""
+    places = {token: i for i, token in enumerate(tokens)}
+    found = ([places[text[:n]] for n in range(1, len(text)) if text[:n] in places] for text in tokens)
+    return np.array([*((shorter or [65535])[-1] for shorter in found), 65535], "<u2")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, usage=SUPPRESS)
     parser.parse_args(argv)
-    try:
-        encoding = texts.gpt2_encoding()
-        tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
-        mask = np.concatenate([*canonical_rows(tokens, VOCAB_SIZE)])
-        if hashlib.sha256(mask).hexdigest() != SHA256:
-            raise RuntimeError("another vocabulary or Unicode gave another mask: try another tiktoken or Python")
-        shards.write_file(PATH, mask)
-    except (OSError, RuntimeError) as error:
-        parser.error(str(error))
-    print(f"{PATH}: 316 MB")
+    encoding = shards.gpt2_encoding()
+    tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
+    mask = np.concatenate([*canonical_rows(tokens, VOCAB_SIZE)])
+    for table, (name, sha256) in zip((mask, longest_prefixes(tokens)), SHA256.items(), strict=True):
+        if hashlib.sha256(table).hexdigest() != sha256:
+            raise shards.UserError(f"{name}: this vocabulary or Unicode is another: try another tiktoken or Python")
+        shards.write_file(FOLDER / name, table)
+        print(f"{FOLDER / name}: {table.nbytes:,} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    shards.run(main)

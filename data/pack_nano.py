@@ -9,42 +9,32 @@ are not comparable. Exit codes: 0 packed, 2 it could not be.
 
 import argparse
 import hashlib
-import importlib.util
 from collections.abc import Sequence
+from importlib import import_module, util
 from pathlib import Path
 
-import numpy as np
-
-if __package__:
-    from data import shards
-else:  # started as a file: this folder is where Python looks
-    import shards  # type: ignore[import-not-found, no-redef]
+shards = import_module("data.shards" if __package__ else "shards")  # started as a file, Python looks in its folder
+with shards.loading():
+    import numpy as np
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
 
 
-def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
-    """Cut a file at its double newlines and join consecutive pieces into documents of at least `min_bytes`.
-
-    Each piece keeps a double newline at its end. The last document may be shorter; it is dropped if it is blank.
-    """
-    documents, current = [], b""
-    for piece in text.split(b"\n\n"):
-        current += piece + b"\n\n"
-        if len(current) >= min_bytes:
-            documents.append(current)
-            current = b""
-    return [*documents, current] if current.strip() else documents
-
-
 def split_documents(text: bytes, min_bytes: int = 256, max_bytes: int = 2048) -> list[bytes]:
-    """Cut a file into documents: one long list would fill many training steps in a row.
+    """Cut a file at its double newlines into documents of these sizes: one long list would fill many training steps.
 
-    What a longer document leaves is dropped if it has less than `min_bytes`. The last of the file may be shorter.
+    Each piece keeps a double newline at its end. What a longer document leaves is dropped if it has less than
+    `min_bytes`. The last of the file may be shorter; it is dropped if it is blank.
     """
-    parts = []
-    for document in join_pieces(text, min_bytes):
+    documents, parts = [b""], list[bytes]()
+    for piece in text.split(b"\n\n"):
+        if len(documents[-1]) >= min_bytes:
+            documents.append(b"")
+        documents[-1] += piece + b"\n\n"
+    if len(documents[-1]) < min_bytes and not documents[-1].strip():
+        documents.pop()
+    for document in documents:
         cuts = [document[i : i + max_bytes] for i in range(0, len(document), max_bytes)]
         parts += cuts[:-1] if len(cuts) > 1 and len(cuts[-1]) < min_bytes else cuts
     return parts
@@ -85,17 +75,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
-    spec = importlib.util.find_spec("torch")  # which is not imported
+    spec = util.find_spec("torch")  # which is not imported
     if spec is None or spec.origin is None:
         parser.error("torch is not installed here: ./run.sh makes an environment that has it")
-    try:
-        for split, documents in build_corpus(Path(spec.origin).parent).items():
-            path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
-            shards.write_shard(path, tokens)
-            print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
-    except OSError as error:
-        parser.error(str(error))
+    for split, documents in build_corpus(Path(spec.origin).parent).items():
+        path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
+        shards.write_shard(path, tokens)
+        print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
 
 
 if __name__ == "__main__":
-    main()
+    shards.run(main)

@@ -6,7 +6,10 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import CompletedProcess
+from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
 import pytest
@@ -42,13 +45,40 @@ def test_flags_files_and_links_of_a_page_are_there(page: Path):
     assert [name for name in files if not any((folder / name).exists() for folder in (page.parent, ROOT))] == []
 
 
+def code_cells(folder: Path) -> list[str]:
+    """Return the notebook's cells of code: find the clone, train, race, draw."""
+    cells = json.loads((folder / "notebooks" / "train_gpt.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_a_cell_of_the_notebook_fails_if_its_command_does_and_no_old_race_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train_gpt.py").write_text("muon_lr=0.075")
+    Path("run.sh").touch()
+    failed, done = CompletedProcess([], 2, "no such flag"), CompletedProcess([], 0, "done")
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=[failed, done, done, failed]))
+    monkeypatch.setattr(time, "strftime", Mock(side_effect=["old", "new"]))
+    find, train, race, draw = code_cells(ROOT)
+    names = dict[str, object]()
+    exec(find, names)  # noqa: S102 (and below: Jupyter does this)
+    with pytest.raises(RuntimeError, match=r"exit code 2: \./run\.sh .*\nno such flag"):
+        exec(train, names)  # noqa: S102
+    exec(f"{train}\n{race}", names)  # noqa: S102
+    Path("old").mkdir()
+    Path("old/1-a.txt").touch()
+    with pytest.raises(RuntimeError, match="no such flag"):
+        exec(race, names)  # noqa: S102
+    assert Path("my.py").read_text() == "muon_lr=0.15"
+    with pytest.raises(AssertionError, match="run the race's cell first"):
+        exec(draw, names)  # noqa: S102
+
+
 @pytest.mark.slow
 def test_the_notebook_finds_its_clone_trains_races_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHON", sys.executable)
     clone = tmp_path / "a clone"
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", clone], check=True)
-    cells = json.loads((clone / "notebooks" / "train_gpt.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    sources = code_cells(clone)
     for name, text in ("first.py", sources[0]), ("all.py", "\n".join(sources)):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)  # where Colab is

@@ -146,6 +146,21 @@ def test_scores_are_of_what_is_packed_or_a_line_says_what_is_wrong(model, capsys
         assert (code, out, message in err.splitlines()[-1]) == (2, "", True), err
 
 
+SCRIPTS = "sample data.cached_fineweb10B data.gpt2_canonical data.pack_nano data.pack_text"
+
+
+@pytest.mark.parametrize("name", SCRIPTS.split())
+def test_ctrl_c_while_a_program_loads_has_one_line(tmp_path, name):
+    """It comes from the first package that takes long to load. The program is started as a file and as a module."""
+    for package in "numpy", "huggingface_hub":
+        (tmp_path / f"{package}.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)")
+    for command in [f"{name.replace('.', '/')}.py"], ["-m", name]:
+        how: dict = dict(cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(tmp_path)), capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *command, f"--out={tmp_path}"], **how)
+        (line,) = done.stderr.strip().splitlines()
+        assert (done.returncode, line.split(";")[0]) == (130, f"{name.removeprefix('data.')}.py: interrupted")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "lines"), [(0, 1), (130, 2)], ids=["reader leaves", "Ctrl-C"])
 def test_program_ends_without_a_traceback(model, code, lines):
