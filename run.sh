@@ -13,4 +13,7 @@ CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started thr
 source speedrun/environment.sh
 [ -f "${SCRIPT:=train_gpt.py}" ] || fail "SCRIPT=$SCRIPT: there is no such file in $PWD"
 find_python
-exec "$python" -m speedrun.run "$SCRIPT" "$@"
+if [ "$python" != .venv/bin/python ] && { is_stale || ! [ -d .venv -o -d logs ]; }; then # pages go on in .venv
+    echo "run.sh: $python has all packages: start the other commands with it, not from .venv" >&2
+fi
+SCRIPT=$SCRIPT exec "$python" -m speedrun.run "$@"

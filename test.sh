@@ -3,6 +3,7 @@
 #
 #   ./test.sh            the unit tests: 35 s on two cores, which need neither a GPU nor the network
 #   ./test.sh --idea     without those that hold train_gpt.py to a record's numbers: for a script with an idea in it
+#   SCRIPT=my.py ./test.sh --idea    those of a copy
 #   ./test.sh -m slow    those that take longer: kills, processes, a record's numbers, compilation
 #   ./test.sh -m frozen  those that run once a week: older records, and all layers on a pretended GPU
 #   ./test.sh -m gpu     the self-test of a machine with GPUs: run it before the first training there

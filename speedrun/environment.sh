@@ -6,7 +6,7 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in speedrun/process.py, whic
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
 unset PYTHONSAFEPATH     # `python -m speedrun` is found in this folder
-trap 'exit 130' INT TERM # pip and uv, stopped, end as if they had failed
+trap 'echo "${0##*/}: interrupted" >&2; exit 130' INT TERM # pip and uv, stopped, end as if they had failed
 
 fail() {
     echo "${0##*/}: $*" >&2
