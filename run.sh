@@ -16,4 +16,4 @@ find_python
 if [ "$python" != .venv/bin/python ] && { is_stale || ! [ -d .venv -o -d logs ]; }; then # pages go on in .venv
     echo "run.sh: $python has all packages: start the other commands with it, not from .venv" >&2
 fi
-SCRIPT=$SCRIPT exec "$python" -m speedrun.run "$@"
+SCRIPT=$SCRIPT exec "$python" -m speedrun run "$@"

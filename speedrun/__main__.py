@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from speedrun import ROOT, plot, process, race, records, run
-from speedrun.logs import digest
-from speedrun.process import printable
+try:
+    from speedrun import ROOT, plot, process, race, records, run
+    from speedrun.logs import digest
+    from speedrun.process import printable
+except KeyboardInterrupt:  # these imports take a tenth of a second, or more
+    print("python -m speedrun: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 def say(text: str) -> None:

@@ -56,7 +56,7 @@ make_environment() { # NAME..., with a file to lock as file descriptor 9
         [ -n "$missing" ] || uv venv --quiet --allow-existing --python "${PYTHON:->=3.11}" .venv >&2 || true
         meets "$@" || uv pip install --quiet --python .venv --torch-backend=auto $missing >&2 || true
     fi
-    lacks "$python" >/dev/null || { lacks "$base" >/dev/null && "$base" -m venv .venv >&2; } ||
+    lacks "$python" >/dev/null || { lacks "$base" >/dev/null && "$base" -m venv .venv &>/dev/null; } ||
         fail "$base is older than 3.11, or lacks venv (apt install python3-venv): name another, PYTHON=python3.12 $0"
     "$python" -m pip --version &>/dev/null || "$python" -m ensurepip --default-pip &>/dev/null || true
     meets "$@" || [ "$missing" = pip ] && return

@@ -184,7 +184,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         launcher = f"-m torch.distributed.run --standalone --local-addr localhost --nproc_per_node {processes}".split()
         launcher.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU")
     os.execv(sys.executable, [sys.executable, *launcher, str(path), *flags, *own])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

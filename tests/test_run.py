@@ -174,6 +174,16 @@ def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tm
     assert (run.main(["--check"]), capfd.readouterr().err.splitlines()[-1]) == (130, "run.sh: interrupted")
 
 
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_ctrl_c_while_modules_load_is_a_line(tmp_path, command):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    env = os.environ | dict(PYTHONPATH=str(tmp_path))
+    start = [sys.executable, "-m", "speedrun", command]
+    done = subprocess.run(start, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (130, "", 1), done.stderr
+    assert done.stderr.endswith(": interrupted\n")
+
+
 def shell(command: str, cwd: Path = ROOT, **env: str) -> tuple[int, str, str]:
     env = os.environ | dict(PYTHON=sys.executable) | env
     done = subprocess.run(["bash", "-c", command, "run.sh"], cwd=cwd, env=env, capture_output=True, text=True)
