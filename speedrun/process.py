@@ -40,9 +40,9 @@ def packages(extra: str = "") -> Iterator[None]:
         sys.exit(2)
 
 
-def defined_names(source: str) -> set[str]:
+def defined_names(source: str, path: str) -> set[str]:
     """Return the names that a script defines or imports, without running it."""
-    symbols = symtable.symtable(source, "the script", "exec").get_symbols()
+    symbols = symtable.symtable(source, path, "exec").get_symbols()
     return {symbol.get_name() for symbol in symbols if symbol.is_local()}
 
 

@@ -36,7 +36,7 @@ def load(path: Path) -> ModuleType | None:
         with packages():
             import train_gpt
         return train_gpt
-    if missing := NEEDED - {OLDER.get(name, name) for name in defined_names(script_in(path))}:
+    if missing := NEEDED - {OLDER.get(name, name) for name in defined_names(script_in(path), str(path))}:
         tell(f"{path} defines no {', '.join(sorted(missing))}: its flags, data and memory are not checked")
         return None
     return load_script(path)

@@ -174,6 +174,14 @@ def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tm
     assert (run.main(["--check"]), capfd.readouterr().err.splitlines()[-1]) == (130, "run.sh: interrupted")
 
 
+def test_a_name_that_a_module_lacks_is_no_missing_package(capsys):
+    with pytest.raises(ImportError), process.packages():
+        from train_gpt import no_such_name  # noqa: F401
+    with pytest.raises(SystemExit), process.packages():
+        import no_such_module  # noqa: F401
+    assert f"No module named 'no_such_module'; {process.PIP} -r " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_ctrl_c_while_modules_load_is_a_line(tmp_path, command):
     (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
