@@ -13,7 +13,8 @@ CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started thr
 source speedrun/environment.sh
 [ -f "${SCRIPT:=train_gpt.py}" ] || fail "SCRIPT=$SCRIPT: there is no such file in $PWD"
 find_python
-if [ "$python" != .venv/bin/python ] && { is_stale || ! [ -d .venv -o -d logs ]; }; then # pages go on in .venv
-    echo "run.sh: $python has all packages: start the other commands with it, not from .venv" >&2
+# Pages go on with `source .venv/bin/activate`. Say once, before the first run makes logs, or where that would mislead
+if [ "$python" != .venv/bin/python ] && { is_stale || ! { [ -d .venv ] || [ -d logs ]; }; }; then
+    echo "run.sh: $python has all packages, so no .venv was made: start the other commands with it" >&2
 fi
 SCRIPT=$SCRIPT exec "$python" -m speedrun run "$@"

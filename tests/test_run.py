@@ -207,6 +207,19 @@ def test_run_sh(corpus, tmp_path):
     assert shell("./run.sh", SCRIPT="no.py") == (2, "", f"run.sh: SCRIPT=no.py: there is no such file in {ROOT}\n")
 
 
+def test_who_has_all_packages_is_told_once_which_python_to_go_on_with(machine, tmp_path):
+    (tmp_path / "speedrun").mkdir()
+    for name in "run.sh", "speedrun/environment.sh", "pyproject.toml":
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in "requirements.txt", "train_gpt.py":
+        (tmp_path / name).touch()
+    machine.program("python-of-all", f'[ "$1" = -m ] && echo "$@" || exec {sys.executable} "$@"')
+    told = "run.sh: python-of-all has all packages, so no .venv was made: start the other commands with it\n"
+    for change, line in ("", told), ("mkdir logs; ", ""), ("mkdir .venv; ", told):  # the last has no Python
+        found = shell(f"{change}./run.sh --preset nano", tmp_path, PYTHON="python-of-all")
+        assert found == (0, "-m speedrun run --preset nano\n", line)
+
+
 UV = f"""case "$1" in
 venv) exec {sys.executable} -m venv --without-pip .venv ;;
 pip) shift 6 && exec {sys.executable} -m pip --quiet --python .venv install "$@" ;;
@@ -243,4 +256,4 @@ def test_environment_is_made_once_and_completed_and_has_pip(machine, tmp_path, u
         assert all(f"{name}={value}\n" in out for name, value in process.ENVIRONMENT.items())
         assert shell(activated, folder)[1].count(str(folder / ".venv")) == 2
         assert shell(find, folder)[::2] == (0, "")  # nothing is left to do
-    assert shell(find, folder, PYTHON="/no")[2] == "run.sh: PYTHON=/no is not Python 3.11 or newer\n"
+    assert shell(find, folder, PYTHON="/no")[2] == "run.sh: PYTHON=/no is not Python 3.11 to 3.13\n"
