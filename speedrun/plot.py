@@ -21,9 +21,7 @@ line broken: times of two races do not compare""".split("\n\n")
 LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both
 
 
-def mean_curve(
-    name: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]], last: float = 0
-) -> dict:
+def mean_curve(name: str, target: float | None, runs: Sequence[dict[int, tuple]], last: float = 0) -> dict:
     """Return the mean of runs, of which each has loss and train time in ms by step.
 
     With `last`, times are scaled so that the last one is that.
@@ -41,7 +39,7 @@ def read_curves(names: Sequence[str], root: Path) -> Iterator[dict]:
     """Read the curves of records and logs; without names, of all ranked records and the plain GPT."""
     ranked = [] if names else [folder for folder in records.lineage(root) if records.read_info(folder).ranked]
     paths = [records.find_record(name, root) for name in names] + ranked
-    shared = os.path.commonpath([path.absolute().parent for path in paths if path.is_file()] or ["/"])
+    shared = os.path.commonpath([str(path.absolute().parent) for path in paths if path.is_file()] or ["/"])
     for path in paths:
         logs = [Log(path)] if path.is_file() else records.read_logs(path)
         name = os.path.relpath(path.with_suffix(""), shared) if path.is_file() else records.short_name(path)
@@ -68,8 +66,8 @@ def plot(names: Sequence[str], root: Path, path: Path) -> None:
         raise ToolError(f"{len(names)} curves: name {len(colors)} at most, as there are no more colors to tell apart")
     curves = [*read_curves(names, root)]
     labels = [textwrap.fill(curve["name"], 40).replace("$", r"\$") for curve in curves]
-    height = 0.15 * "\n".join(labels).count("\n")  # of the legend
-    figure = Figure(figsize=(8.4, max(5.2, 1 + height)), layout="constrained")
+    height = max(5.2, 1 + 0.15 * "\n".join(labels).count("\n"))  # so that the legend fits
+    figure = Figure(figsize=(8.4, height), layout="constrained")
     panel = figure.add_subplot()
     for i, (curve, label) in enumerate(zip(curves, labels, strict=True)):
         color, line = ("0.5", "--") if curve["name"] == ANCHOR else (colors[i % len(colors)], "-")

@@ -91,14 +91,6 @@ def get(command: str) -> bool:
     return subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode == 0
 
 
-def num_tokens(script: ModuleType, cfg: Any) -> int:
-    """Return the number of tokens that a run trains on."""
-    if hasattr(script, "num_tokens"):
-        return script.num_tokens(cfg.num_iterations, cfg)
-    seq_len = getattr(script, "train_seq_len", lambda _, cfg: cfg.train_seq_len)  # the oldest records have one length
-    return cfg.batch_sequences * sum(seq_len(step, cfg) for step in range(cfg.num_iterations))
-
-
 def get_data(script: ModuleType, cfg: Any) -> None:
     """Get the shards that a run reads where they are missing or damaged."""
     check = getattr(script, "check_data", None) or script.plan_data
@@ -109,19 +101,15 @@ def get_data(script: ModuleType, cfg: Any) -> None:
         if folder not in SOURCES or folder != os.path.dirname(cfg.val_files):
             told = str(error).replace("./run.sh --check says what to do", "data/pack_text.py packs text")
             raise ToolError(told) from None
-        command = SOURCES[folder]
-        if folder == "data/fineweb10B":
-            command += f" {math.ceil(1.5 * num_tokens(script, cfg) / 10**8)}"  # cut documents lose a third
-        if not get(command):
+        # The oldest records have no num_tokens, and sequences of one length
+        steps, seq_len = cfg.num_iterations, getattr(script, "train_seq_len", lambda _, cfg: cfg.train_seq_len)
+        tokens = cfg.batch_sequences * sum(seq_len(step, cfg) for step in range(steps))
+        if hasattr(script, "num_tokens"):
+            tokens = script.num_tokens(steps, cfg)
+        count = f" {math.ceil(1.5 * tokens / 10**8)}" if folder == "data/fineweb10B" else ""  # a third is cut off
+        if not get(SOURCES[folder] + count):
             raise ToolError("the data could not be fetched: see above, then run this again") from None
         check(cfg)
-
-
-def choose_processes(possible: Sequence[int], default: int, why: str = "") -> int:
-    wanted = os.environ.get("NPROC") or str(default)
-    if wanted not in map(str, possible):
-        raise ToolError(f"NPROC={wanted}: expected one of {[*possible]}{why}")
-    return int(wanted)
 
 
 def prepare(path: Path, flags: Sequence[str]) -> tuple[int, list[str]]:
@@ -132,19 +120,19 @@ def prepare(path: Path, flags: Sequence[str]) -> tuple[int, list[str]]:
         return 1, []
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus, wanted, own = torch.cuda.device_count(), int(os.environ.get("NPROC") or 0), list[str]()
     if not script:
-        return choose_processes(range(1, max(gpus, available_cores()) + 1), default=gpus or 1), []
+        return wanted or gpus or 1, own
     given = script.parse_args(flags)
     is_cpu_named = given.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in flags)
     if problem := gpu_problem(given, is_cpu_named):
         raise ToolError(f"{problem}; --preset nano trains on a CPU")
     cfg = script.resolve(given)
-    gpus = gpus if cfg.device == "cuda" else 0
-    sequences = cfg.batch_sequences
+    sequences, gpus = cfg.batch_sequences, gpus if cfg.device == "cuda" else 0
     possible = [n for n in range(1, (gpus or sequences) + 1) if sequences % n == 0]
-    processes = choose_processes(possible, possible[-1] if gpus else 1, f"; sequences a step: {sequences}")
-    own = list[str]()
+    processes = wanted or (possible[-1] if gpus else 1)
+    if processes not in possible:
+        raise ToolError(f"NPROC={processes}: expected one of {possible}; sequences a step: {sequences}")
     if gpus and not hasattr(cfg, "step_schedules"):
         tell(f"{path} has no step_schedules: whether it fits into memory is not checked")
     elif gpus:

@@ -218,6 +218,7 @@ def test_who_has_all_packages_is_told_once_which_python_to_go_on_with(machine, t
     for change, line in ("", told), ("mkdir logs; ", ""), ("mkdir .venv; ", told):  # the last has no Python
         found = shell(f"{change}./run.sh --preset nano", tmp_path, PYTHON="python-of-all")
         assert found == (0, "-m speedrun run --preset nano\n", line)
+    assert shell("./run.sh", tmp_path, NPROC="two") == (2, "", "run.sh: NPROC=two: expected a number\n")
 
 
 UV = f"""case "$1" in
