@@ -12,5 +12,10 @@ set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started through a link
 source speedrun/environment.sh
 [ -f "${SCRIPT:=train_gpt.py}" ] || fail "SCRIPT=$SCRIPT: there is no such file in $PWD"
+[[ ${NPROC:=0} =~ ^[0-9]+$ ]] || fail "NPROC=$NPROC: expected a number"
 find_python
-exec "$python" -m speedrun.run "$SCRIPT" "$@"
+# Pages go on with `source .venv/bin/activate`. Say once, before the first run makes logs, or where that would mislead
+if [ "$python" != .venv/bin/python ] && { is_stale || ! { [ -d .venv ] || [ -d logs ]; }; }; then
+    echo "run.sh: $python has all packages, so no .venv was made: start the other commands with it" >&2
+fi
+SCRIPT=$SCRIPT exec "$python" -m speedrun run "$@"

@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from speedrun import ROOT, plot, process, race, records
-from speedrun.logs import digest
-from speedrun.process import printable
+try:
+    from speedrun import ROOT, plot, process, race, records, run
+    from speedrun.logs import digest
+    from speedrun.process import printable
+except KeyboardInterrupt:  # these imports take a tenth of a second, or more
+    print("python -m speedrun: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 def say(text: str) -> None:
@@ -93,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(action=action)
         return added.add_argument
 
-    subparsers.add_parser("run", help="Check machine and data, then train: what ./run.sh starts.")
+    subparsers.add_parser("run", help="Check machine and flags, get missing data, and train: what ./run.sh starts.")
     add = command(command_race)
     add("scripts", nargs="+", metavar="SCRIPT", help="record, log or file, the newest first; after -- flags for all")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
@@ -120,10 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
 def act(argv: Sequence[str] | None) -> int | None:
     """Do what the flags say, and return the exit code."""
     argv = list(argv or [])
-    if argv[:1] in (["run"], ["bench"]):  # which parse their own flags
+    if argv[:1] == ["bench"]:  # which parses its own flags
         with process.packages():
-            module = importlib.import_module(f"speedrun.{argv[0]}")
-        return module.main(argv[1:])
+            bench = importlib.import_module("speedrun.bench")
+        return bench.main(argv[1:])
     end = argv.index("--") if argv[:1] == ["race"] and "--" in argv else len(argv)
     args = build_parser().parse_args(argv[:end])
     args.flags = argv[end + 1 :]
@@ -134,7 +138,10 @@ def act(argv: Sequence[str] | None) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return process.run("python -m speedrun", act, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:  # which does not end an error of the training in one line
+        return run.main(argv[1:])
+    return process.run("python -m speedrun", act, argv)
 
 
 if __name__ == "__main__":

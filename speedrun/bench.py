@@ -5,8 +5,8 @@
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
     python -m speedrun bench --one_of 8 --synthetic --stages 3,1 --against OTHER.py flex_tma  and in turns with others
 
---against times this script and each other one in turns, both in memory at once: their ratio has a 95% interval. A
-name is an edit of this script: {variants}.
+--against times this script and each other one in turns, both in memory at once: their ratio, of ms a token, has a 95%
+interval. The other is a record, a log, a file, or an edit of this script: {variants}.
 
 As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and own rows stand
 in for those of others. A cycle is as many steps as update all groups of parameters; times are of its mean step. The
@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,14 +38,14 @@ from torch import Tensor
 
 import train_gpt
 from data.shards import write_shard
-from speedrun import ROOT, race
-from speedrun.logs import read_text
-from speedrun.process import ToolError, run
-from train_gpt import Hyperparameters, ModelInputs, Ranks, RowExchange, StepSchedule, Trainer
+from speedrun import ROOT, race, records
+from speedrun.process import ToolError, defined_names, run
+from train_gpt import Hyperparameters, Ranks, StepSchedule, Trainer
 
 MODEL = "forward and backward"
 PARTS = MODEL, "optimizers", "rows of n-grams", "waiting for other ranks"
-START_COLLECTIVE, STEP_OPTIMIZERS = train_gpt.start_collective, train_gpt.step_optimizers  # a stopwatch replaces them
+# What a script has that can be timed
+NEEDED = {"StepSchedule", "Trainer", "Ranks", "start_collective", "step_optimizers", "stage_ends", "plan_batches"}
 # Edits of the script that only a card can judge
 VARIANTS = {
     "flex_tma": ("ROWS_GUARANTEED_SAFE=True", "ROWS_GUARANTEED_SAFE=True, USE_TMA=True"),
@@ -54,15 +53,7 @@ VARIANTS = {
     "flex_tiles_64": ("SAFE=True, bwd_num_warps=8", "SAFE=True, bwd_num_warps=8, fwd_BLOCK_M=64, fwd_BLOCK_N=64"),
     "dz_stages_4": ("num_warps=8, num_stages=3", "num_warps=8, num_stages=4"),
     "dz_warps_4": ("num_warps=8, num_stages=3", "num_warps=4, num_stages=3"),
-    "combo_kernels": (
-        "fullgraph=True, dynamic=False)",
-        'fullgraph=True, dynamic=False, options={"combo_kernels": True})',
-    ),
 }
-TimeTurn = Callable[[int], float]  # takes the number of a stage, and returns ms a step
-Steps = Iterator[
-    tuple[StepSchedule, list[ModelInputs], RowExchange, RowExchange | None]
-]  # what `Trainer.train_step` takes
 
 
 class Stopwatch:
@@ -73,10 +64,11 @@ class Stopwatch:
         self.on_cuda = trainer.device.type == "cuda"
         self.marks: list[tuple[Any, str]] = []
         _, optimizers, rows, waiting = PARTS
-        train_gpt.step_optimizers = self.timed(optimizers, STEP_OPTIMIZERS)
+        train_gpt.step_optimizers = self.timed(optimizers, train_gpt.step_optimizers)
         for name in "fetch", "send", "update":
             setattr(trainer.table, name, self.timed(rows, getattr(trainer.table, name)))
-        train_gpt.start_collective = lambda *args: self.timed(waiting, START_COLLECTIVE(*args))
+        start = train_gpt.start_collective
+        train_gpt.start_collective = lambda *args: self.timed(waiting, start(*args))
 
     def begin(self, part: str) -> None:
         now: Any = torch.cuda.Event(enable_timing=True) if self.on_cuda else time.perf_counter()
@@ -84,24 +76,15 @@ class Stopwatch:
             now.record()
         self.marks.append((now, part))
 
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        outer = self.marks[-1][1] if self.marks else MODEL
-        self.begin(name)
-        yield
-        self.begin(outer)
-
     def timed(self, name: str, function: Callable) -> Callable:
         def call(*args, **options):
-            with self.part(name):
-                return function(*args, **options)
+            outer = self.marks[-1][1] if self.marks else MODEL
+            self.begin(name)
+            result = function(*args, **options)
+            self.begin(outer)
+            return result
 
         return call
-
-    def take_marks(self) -> list[tuple[Any, str]]:
-        """Return the marks, and begin anew."""
-        marks, self.marks = self.marks, []
-        return marks
 
     def read(self, marks: list[tuple[Any, str]]) -> dict[str, float]:
         """Return the ms of each part up to the last mark, once the device has done all."""
@@ -129,8 +112,8 @@ def find_stages(cfg: Hyperparameters, wanted: Sequence[int] | None) -> dict[int,
     return {number: stages[number] for number in wanted or stages}
 
 
-def read_steps(trainer: Trainer, schedules: list[StepSchedule]) -> Steps:
-    """Read the steps of a cycle again and again."""
+def read_steps(trainer: Trainer, schedules: list[StepSchedule]) -> Iterator[tuple]:
+    """Read what `Trainer.train_step` takes in the steps of a cycle, again and again."""
     cfg = trainer.cfg
     lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in schedules]
     batches = [*train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)]
@@ -141,20 +124,19 @@ def read_steps(trainer: Trainer, schedules: list[StepSchedule]) -> Steps:
             yield schedule, *inputs
 
 
-def time_stage(
-    trainer: Trainer, watch: Stopwatch, schedules: list[StepSchedule], cycles: int
-) -> dict[str, list[float]]:
+def time_stage(trainer: Trainer, watch: Stopwatch, schedules: list[StepSchedule], cycles: int) -> dict[str, list]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
-    found = defaultdict[str, list[float]](list)
+    marks_of_cycles = []
     with contextlib.closing(read_steps(trainer, schedules)) as steps:  # type: ignore[type-var]
-        marks_of_cycles = []
         for _ in range(2 + cycles):
+            watch.marks = []
             watch.begin(MODEL)
             for _ in schedules:
                 trainer.train_step(*next(steps))
             watch.begin(MODEL)
-            marks_of_cycles.append(watch.take_marks())
+            marks_of_cycles.append(watch.marks)
     getattr(torch, trainer.device.type).synchronize()
+    found = defaultdict[str, list](list)
     for marks in marks_of_cycles[2:]:
         ms = {part: whole / len(schedules) for part, whole in watch.read(marks).items()}
         for part in PARTS:
@@ -203,9 +185,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     ranks = Ranks(0, args.one_of, 0, args.one_of) if args.one_of else train_gpt.init_distributed()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
     if cfg.batch_sequences % ranks.world_size:
-        raise ToolError(
-            f"{ranks.world_size} ranks: expected a divisor of {cfg.batch_sequences}, the sequences of a step"
-        )
+        raise ToolError(f"{ranks.world_size} ranks: expected a divisor of {cfg.batch_sequences}, a step's sequences")
     stages = find_stages(cfg, args.stages)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.synthetic:
@@ -216,10 +196,10 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     watch = Stopwatch(trainer)
     gc.disable()  # as in training
     if args.turns:
-        with socket.socket(fileno=sys.stdin.fileno()) as line, line.makefile("rw") as pipe:
-            for stage in pipe:
-                ms = time_stage(trainer, watch, stages[int(stage)], args.cycles)["step"]
-                print(json.dumps(ms), file=pipe, flush=True)
+        for number in map(int, sys.stdin):
+            tokens = cfg.batch_sequences * statistics.fmean(schedule.seq_len for schedule in stages[number])
+            ms = statistics.median(time_stage(trainer, watch, stages[number], args.cycles)["step"])
+            os.write(args.turns, f"[{ms}, {tokens}]\n".encode())
         return
     document = conditions(args, flags) | dict(processes=ranks.world_size, stages={})
     document["configuration"] = dataclasses.asdict(cfg)
@@ -237,59 +217,72 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def worker(name: str, script: str, args: argparse.Namespace, flags: Sequence[str]) -> Iterator[TimeTurn]:
-    """Start a process whose `train_gpt` is this script, and yield what times a stage there.
+def worker(name: str, script: str, args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Callable]:
+    """Start a process whose `train_gpt` is this script, and yield what returns ms and tokens of a stage's step there.
 
-    They talk over its stdin, a socket, as the script may print. It never outlives this process.
+    It never outlives this process. Its answers have a pipe of their own, as the script may print.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train_gpt.py").write_text(script)
-        own = ["--turns", "--out", folder, f"--cycles={args.cycles}", f"--one_of={args.one_of}"]
+        answers, its_end = os.pipe()
+        own = [f"--turns={its_end}", f"--out={folder}", f"--cycles={args.cycles}", f"--one_of={args.one_of}"]
         own += ["--stages", ",".join(map(str, args.stages))] + ["--synthetic"] * args.synthetic
         command = [sys.executable, "-P", "-m", "speedrun", "bench", *own, *flags]
-        environment = os.environ | dict(PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))
-        line, its_end = socket.socketpair()
-        with its_end:
-            child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=its_end.fileno(), stdout=sys.stderr)
+        how: dict = dict(cwd=ROOT, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=[its_end])
+        how["env"] = os.environ | dict(PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))
+        with open(answers) as lines, subprocess.Popen(command, **how) as child:
+            os.close(its_end)
 
-        def time_turn(stage: int) -> float:
-            answer = ""
-            with contextlib.suppress(ConnectionError):
-                line.sendall(f"{stage}\n".encode())
-                answer = answers.readline()
-            if not answer:
-                raise ToolError(f"{name}: its process ended, as it says above")
-            return statistics.median(json.loads(answer))
+            def time_turn(stage: int) -> list[float]:
+                answer = ""
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(child.stdin.fileno(), f"{stage}\n".encode())  # type: ignore[union-attr]
+                    answer = lines.readline()
+                if not answer:
+                    raise ToolError(f"{name}: its process ended, as it says above")
+                return json.loads(answer)
 
-        try:
-            with line, line.makefile() as answers:
+            try:
                 yield time_turn
-        except BaseException:
-            child.kill()
-            raise
-        finally:
-            child.wait()
+            except BaseException:
+                child.kill()
+                raise
+
+
+def tell(pair: dict) -> str:
+    """Say how steps of a script compare with the root's."""
+    sides = [(pair["ms"], pair["tokens"]), (pair["ms_of_root"], pair["tokens_of_root"])]
+    logs = ([math.log(value / tokens) for value in ms] for ms, tokens in sides)
+    ratio = "ratio of ms a token {:.4f} (95% {:.4f} to {:.4f})".format(*map(math.exp, race.difference(*logs)))
+    own, root = (f"{statistics.median(ms):.2f} ms a step of {tokens:,.0f} tokens" for ms, tokens in sides)
+    return f"{pair['name']}, stage {pair['stage']}: {own}, the root {root}: {ratio}, n = {len(pair['ms'])}"
 
 
 def compare(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Time the root in turns with each of the others, and write how their steps compare."""
-    document, source = conditions(args, flags) | dict(pairs=[]), read_text(ROOT / "train_gpt.py")
+    _, source = records.read_script(train_gpt.__file__, records.RECORDS)
     args.stages = [*find_stages(train_gpt.resolve(train_gpt.parse_args(flags, args.one_of or 1)), args.stages)]
-    scripts = [source.replace(*VARIANTS[it]) if it in VARIANTS else read_text(Path(it)) for it in args.against]
+    scripts = [
+        (name, source.replace(*VARIANTS[name])) if name in VARIANTS else records.read_script(name, records.RECORDS)
+        for name in args.against
+    ]
+    for name, script in scripts:
+        if missing := sorted(NEEDED - defined_names(script, name)):
+            raise ToolError(f"{name} lacks {', '.join(missing)}: bench times scripts that have what the root has")
+    document = conditions(args, flags) | dict(pairs=[])
     args.out.mkdir(parents=True, exist_ok=True)
     with worker("the root", source, args, flags) as root:
-        for name, script in zip(args.against, scripts, strict=True):
+        for name, script in scripts:
             with worker(name, script, args, flags) as other:
                 for stage in args.stages:
-                    ms: dict[TimeTurn, list[float]] = {root: [], other: []}
+                    pair: dict = dict(name=name, stage=stage, ms=[], ms_of_root=[])
+                    document["pairs"].append(pair)
+                    turns = [("", other), ("_of_root", root)]
                     for i in range(args.pairs):
-                        for time_turn in [*ms][:: -1 if i % 2 else 1]:  # a drift of the machine's speed cancels
-                            ms[time_turn].append(time_turn(stage))
-                    logs = ([math.log(value) for value in values] for values in (ms[other], ms[root]))
-                    ratio = "{:.4f} (95% {:.4f} to {:.4f})".format(*map(math.exp, race.difference(*logs)))
-                    medians = "{:.2f} ms a step, the root {:.2f}".format(*map(statistics.median, (ms[other], ms[root])))
-                    print(f"{name}, stage {stage}: {medians}, ratio {ratio}, n = {args.pairs}", flush=True)
-                    document["pairs"].append(dict(name=name, stage=stage, ms=ms[other], ms_of_root=ms[root]))
+                        for which, time_turn in turns[:: -1 if i % 2 else 1]:  # a drift of the machine's speed cancels
+                            ms, pair[f"tokens{which}"] = time_turn(stage)
+                            pair[f"ms{which}"].append(ms)
+                    print(tell(pair), flush=True)
                     (args.out / "pairs.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -309,20 +302,13 @@ def bench(argv: Sequence[str] | None) -> None:
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="scripts, or names of edits")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="of turns with each [%(default)s]")
-    parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # for each stage on stdin times a line
+    parser.add_argument("--turns", type=int, default=0, help=argparse.SUPPRESS)  # where to answer each stage on stdin
     args, flags = parser.parse_known_args(argv)
     if args.one_of < 0 or args.cycles < 1 or args.pairs < 2:
-        raise ToolError(
-            f"--one_of {args.one_of} --cycles {args.cycles} --pairs {args.pairs}: expected 1 or more, 2 pairs"
-        )
+        raise ToolError("--one_of and --cycles: expected 1 or more; --pairs: expected 2 or more")
     try:
-        if args.against:
-            compare(args, flags)
-        else:
-            measure(args, flags)
+        (compare if args.against else measure)(args, flags)
     finally:
-        gc.enable()
-        train_gpt.start_collective, train_gpt.step_optimizers = START_COLLECTIVE, STEP_OPTIMIZERS
         if dist.is_initialized():
             dist.destroy_process_group()
 

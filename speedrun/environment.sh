@@ -6,17 +6,19 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in speedrun/process.py, whic
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
 unset PYTHONSAFEPATH     # `python -m speedrun` is found in this folder
-trap 'exit 130' INT TERM # pip and uv, stopped, end as if they had failed
+trap 'echo "${0##*/}: interrupted" >&2; exit 130' INT TERM # pip and uv, stopped, end as if they had failed
 
 fail() {
     echo "${0##*/}: $*" >&2
     exit 2
 }
 
-lacks() { # PYTHON NAME...: print what it lacks of requirements.txt and of these extras or packages; fail if it is old
+lacks() { # PYTHON NAME...: print what it lacks of requirements.txt and of these extras or packages; or fail
     "$1" - "${@:2}" 2>/dev/null <<'END_OF_PYTHON'
 import os, sys, tomllib  # the latter came with Python 3.11
 from importlib.metadata import version
+
+assert sys.version_info < (3, 14)  # as pyproject.toml says
 
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 wanted = sum((extras.get(name, [name]) for name in sys.argv[1:]), open("requirements.txt").read().split())
@@ -53,11 +55,11 @@ make_environment() { # NAME..., with a file to lock as file descriptor 9
     meets "$@" && return # another process has made it
     echo "completing the environment .venv, once: this can take some minutes" >&2
     if command -v uv >/dev/null; then # finds or fetches a Python, and chooses the wheels of torch; else pip goes on
-        [ -n "$missing" ] || uv venv --quiet --allow-existing --python "${PYTHON:->=3.11}" .venv >&2 || true
+        [ -n "$missing" ] || uv venv --quiet --allow-existing --python "${PYTHON:->=3.11,<3.14}" .venv >&2 || true
         meets "$@" || uv pip install --quiet --python .venv --torch-backend=auto $missing >&2 || true
     fi
-    lacks "$python" >/dev/null || { lacks "$base" >/dev/null && "$base" -m venv .venv >&2; } ||
-        fail "$base is older than 3.11, or lacks venv (apt install python3-venv): name another, PYTHON=python3.12 $0"
+    lacks "$python" >/dev/null || { lacks "$base" >/dev/null && "$base" -m venv .venv &>/dev/null; } ||
+        fail "$base is not Python 3.11 to 3.13, or lacks venv (apt install python3-venv): name another, PYTHON=python3.12 $0"
     "$python" -m pip --version &>/dev/null || "$python" -m ensurepip --default-pip &>/dev/null || true
     meets "$@" || [ "$missing" = pip ] && return
     local pip=("$python" -m pip install --quiet --disable-pip-version-check)
@@ -69,7 +71,7 @@ make_environment() { # NAME..., with a file to lock as file descriptor 9
 
 find_python() { # NAME...
     python=${PYTHON:-python3}
-    [ -z "${PYTHON:-}" ] || lacks "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not Python 3.11 or newer"
+    [ -z "${PYTHON:-}" ] || lacks "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not Python 3.11 to 3.13"
     meets "$@" && return
     python=.venv/bin/python
     ! is_stale && meets "$@" || make_environment "$@" 9<speedrun/environment.sh

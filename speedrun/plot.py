@@ -1,7 +1,9 @@
 """Draw loss against train time, and the line of records."""
 
 import json
+import os
 import statistics
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,9 +21,7 @@ line broken: times of two races do not compare""".split("\n\n")
 LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both
 
 
-def mean_curve(
-    name: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]], last: float = 0
-) -> dict:
+def mean_curve(name: str, target: float | None, runs: Sequence[dict[int, tuple]], last: float = 0) -> dict:
     """Return the mean of runs, of which each has loss and train time in ms by step.
 
     With `last`, times are scaled so that the last one is that.
@@ -38,9 +38,11 @@ def mean_curve(
 def read_curves(names: Sequence[str], root: Path) -> Iterator[dict]:
     """Read the curves of records and logs; without names, of all ranked records and the plain GPT."""
     ranked = [] if names else [folder for folder in records.lineage(root) if records.read_info(folder).ranked]
-    for path in [records.find_record(name, root) for name in names] + ranked:
+    paths = [records.find_record(name, root) for name in names] + ranked
+    shared = os.path.commonpath([str(path.absolute().parent) for path in paths if path.is_file()] or ["/"])
+    for path in paths:
         logs = [Log(path)] if path.is_file() else records.read_logs(path)
-        name = str(path.with_suffix("")) if path.is_file() else records.short_name(path)
+        name = os.path.relpath(path.with_suffix(""), shared) if path.is_file() else records.short_name(path)
         track = TRACKS.get(logs[0].track or "")
         target = track.target if track and logs[0].val_tokens == track.val_tokens else None
         if path.is_dir() and (more := records.read_logs(path, beside="curve")):  # with more validations than the race
@@ -59,12 +61,18 @@ def plot(names: Sequence[str], root: Path, path: Path) -> None:
     from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
+    colors = color_sequences["tab20"]
+    if len(names) > len(colors):
+        raise ToolError(f"{len(names)} curves: name {len(colors)} at most, as there are no more colors to tell apart")
     curves = [*read_curves(names, root)]
-    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+    labels = [textwrap.fill(curve["name"], 40).replace("$", r"\$") for curve in curves]
+    height = max(5.2, 1 + 0.15 * "\n".join(labels).count("\n"))  # so that the legend fits
+    figure = Figure(figsize=(8.4, height), layout="constrained")
     panel = figure.add_subplot()
-    for i, curve in enumerate(curves):
-        color, line = ("0.5", "--") if curve["name"] == ANCHOR else (color_sequences["tab20"][i % 20], "-")
-        panel.plot(curve["seconds"], curve["mean"], line, color=color, label=curve["name"].replace("$", r"\$"))
+    for i, (curve, label) in enumerate(zip(curves, labels, strict=True)):
+        color, line = ("0.5", "--") if curve["name"] == ANCHOR else (colors[i % len(colors)], "-")
+        marker = "o" if len(curve["steps"]) == 1 else ""
+        panel.plot(curve["seconds"], curve["mean"], line, marker=marker, color=color, label=label)
     targets = {curve["target"] for curve in curves if curve["target"]}
     for target in targets:
         panel.axhline(target, color="0.2", linewidth=0.8, label=f"target {target}")

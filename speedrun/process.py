@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import symtable
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,9 +33,17 @@ def packages(extra: str = "") -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError) as error:  # the latter: a shared library is missing
+        if getattr(error, "name", None) in sys.modules:  # no package is missing, but a name in one
+            raise
         what = f'-e "{ROOT}[{extra}]"' if extra else f'-r "{ROOT}/requirements.txt"'
         print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}; {PIP} {what}", file=sys.stderr)
         sys.exit(2)
+
+
+def defined_names(source: str, path: str) -> set[str]:
+    """Return the names that a script defines or imports, without running it."""
+    symbols = symtable.symtable(source, path, "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_local()}
 
 
 def printable(text: str) -> str:
@@ -58,7 +67,9 @@ def run(program: str, action: Callable[[Sequence[str] | None], int | None], argv
     except BrokenPipeError:  # whoever read the text, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered shall not fail at the exit
         return 0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if getattr(error, "code", 130) != 130:  # with which train_gpt.py exits if it is stopped while it loads
+            raise
         problem, code = "interrupted", 130
     except Exception as error:
         if not isinstance(error, ToolError | OSError | SyntaxError) and not hasattr(error, "code"):

@@ -1,27 +1,51 @@
-"""What run.sh starts: check machine and flags, get the data, and train. python -m speedrun run SCRIPT [flags]"""
+"""Check machine and flags, get missing data, and train: what ./run.sh starts.
+
+    python -m speedrun run [--check] [flags of the script]
+
+--check does all but the training. Environment: SCRIPT names another script than train_gpt.py, NPROC the number of
+processes. Every script is asked for its own presets, flags, batches and files. Exit codes: those of the script.
+"""
 
 import math
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import torch
-from packaging.version import Version
+from speedrun import ROOT, process
+from speedrun.logs import load_script, script_in
+from speedrun.process import PIP, PYTHON, ToolError, available_cores, defined_names, packages, printable
 
-import train_gpt
-from speedrun import ROOT
-from speedrun.process import PIP, PYTHON, available_cores, printable
-from train_gpt import PRESETS, Hyperparameters, UserError
+ROOT_SCRIPT = ROOT / "train_gpt.py"
+# What a script defines that is checked, and what records call it that are older than 2026-11-29
+NEEDED, OLDER = {"UserError", "PRESETS", "parse_args", "resolve", "check_data"}, {"plan_data": "check_data"}
+SOURCES = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/nano": "data/pack_nano.py"}  # what fills each folder
 
 
 def tell(line: str) -> None:
-    print(f"run.sh: {printable(line.partition(chr(10))[0])}", file=sys.stderr, flush=True)
+    print(f"run.sh: {printable(line)}", file=sys.stderr, flush=True)
 
 
-def gpu_problem(given: Hyperparameters, is_cpu_named: bool) -> str:
+def load(path: Path) -> ModuleType | None:
+    """Import a script. Return None for a foreign one, which might train while it is imported."""
+    if path.resolve() == ROOT_SCRIPT:
+        with packages():
+            import train_gpt
+        return train_gpt
+    if missing := NEEDED - {OLDER.get(name, name) for name in defined_names(script_in(path), str(path))}:
+        tell(f"{path} defines no {', '.join(sorted(missing))}: its flags, data and memory are not checked")
+        return None
+    return load_script(path)
+
+
+def gpu_problem(given: Any, is_cpu_named: bool) -> str:
     """Say why GPUs cannot train, or why a run on the CPU would be a surprise."""
+    import torch
+
     if torch.cuda.is_available():
         is_old = given.device != "cpu" and torch.cuda.get_device_capability() < (8, 0)
         return "gpt2 needs GPUs of compute capability 8.0 or newer (A100, RTX 30)" if is_old else ""
@@ -34,11 +58,13 @@ def gpu_problem(given: Hyperparameters, is_cpu_named: bool) -> str:
     return "there is no NVIDIA GPU" if is_needed else ""
 
 
-def fit(cfg: Hyperparameters, processes: int) -> list[str]:
+def fit(script: ModuleType, cfg: Any, processes: int) -> list[str]:
     """Return the flags with which a process fits into a GPU: without CUDA graphs, or with fewer n-grams, too."""
+    import torch
+
     free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in train_gpt.GPT(cfg).parameters())
+        parameters = sum(p.numel() for p in script.GPT(cfg).parameters())
     # Bytes of gpt2's compiled code: graphs keep buffers of their own. Below capability 9.0 its MLP has no kernel
     longest = max(schedule.seq_len for schedule in cfg.step_schedules)
     factor = 1 if torch.cuda.get_device_capability() >= (9, 0) else 1.3
@@ -46,7 +72,7 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
     row = cfg.model_dim * getattr(torch, cfg.dtype).itemsize
     fetched = 2 * max(4 * longest * cfg.batch_sequences // processes, cfg.val_seq_len)
     fixed = 2**30 + 7 * parameters + 13 * parameters / processes
-    halvings = range(9 if cfg.ngram_rows == PRESETS[cfg.preset].ngram_rows else 1)
+    halvings = range(9 if cfg.ngram_rows == script.PRESETS[cfg.preset].ngram_rows else 1)
     for i, has_graphs in [(i, on) for i in halvings for on in (True, False) if on <= cfg.cuda_graphs]:
         rows = cfg.ngram_rows // (2 << i) * 2
         need = fixed + buffers * (1 + has_graphs) + rows * (row + 4) / processes + 2 * min(fetched, rows) * row
@@ -56,7 +82,7 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
             if flags:
                 tell(f"not the record's, but fits: {' '.join(flags)}; {told}; a quarter of the rows costs 0.005")
             return flags
-    raise UserError(f"{told}: free some, or halve --train_seq_len and --val_seq_len")
+    raise ToolError(f"{told}: free some, or halve --train_seq_len and --val_seq_len")
 
 
 def get(command: str) -> bool:
@@ -65,66 +91,79 @@ def get(command: str) -> bool:
     return subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode == 0
 
 
-def get_data(cfg: Hyperparameters) -> None:
-    """Get a preset's shards where they are missing or damaged."""
-    preset = PRESETS[cfg.preset]
+def get_data(script: ModuleType, cfg: Any) -> None:
+    """Get the shards that a run reads where they are missing or damaged."""
+    check = getattr(script, "check_data", None) or script.plan_data
     try:
-        train_gpt.check_data(cfg)
-    except UserError:
-        if (cfg.train_files, cfg.val_files) != (preset.train_files, preset.val_files):
-            raise
-        shards = math.ceil(1.5 * train_gpt.num_tokens(cfg.num_iterations, cfg) / 10**8)  # cut documents lose a third
-        if not get(f"data/cached_fineweb10B.py {shards}" if cfg.preset == "gpt2" else "data/pack_nano.py"):
-            raise UserError("the data could not be fetched: see above, then run this again") from None
-        train_gpt.check_data(cfg)
+        check(cfg)
+    except script.UserError as error:
+        folder = os.path.dirname(cfg.train_files)
+        if folder not in SOURCES or folder != os.path.dirname(cfg.val_files):
+            told = str(error).replace("./run.sh --check says what to do", "data/pack_text.py packs text")
+            raise ToolError(told) from None
+        # The oldest records have no num_tokens, and sequences of one length
+        steps, seq_len = cfg.num_iterations, getattr(script, "train_seq_len", lambda _, cfg: cfg.train_seq_len)
+        tokens = cfg.batch_sequences * sum(seq_len(step, cfg) for step in range(steps))
+        if hasattr(script, "num_tokens"):
+            tokens = script.num_tokens(steps, cfg)
+        count = f" {math.ceil(1.5 * tokens / 10**8)}" if folder == "data/fineweb10B" else ""  # a third is cut off
+        if not get(SOURCES[folder] + count):
+            raise ToolError("the data could not be fetched: see above, then run this again") from None
+        check(cfg)
 
 
-def prepare(flags: list[str], is_root: bool) -> tuple[int, list[str]]:
+def prepare(path: Path, flags: Sequence[str]) -> tuple[int, list[str]]:
     """Check all, get the data, and return the number of processes and flags that suit this machine."""
-    parser = train_gpt.FlagParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset")
-    parser.add_argument("--device")
-    named = [f"--{name}={value}" for name, value in vars(parser.parse_known_args(flags)[0]).items() if value]
-    given = train_gpt.parse_args(flags if is_root else named)  # another script's flags are its own
-    if problem := gpu_problem(given, is_cpu_named=given.device == "cpu" and bool(named)):
-        raise UserError(f"{problem}; --preset nano trains on a CPU")
-    cfg = train_gpt.resolve(given)
-    gpus = torch.cuda.device_count() if cfg.device == "cuda" else 0
-    possible = [n for n in range(1, (gpus or cfg.batch_sequences) + 1) if cfg.batch_sequences % n == 0]
-    processes = os.environ.get("NPROC") or str(possible[-1] if gpus else 1)
-    if processes not in map(str, possible):
-        raise UserError(f"NPROC={processes}: expected one of {possible}; sequences a step: {cfg.batch_sequences}")
-    own = list[str]()
-    if gpus and is_root:
-        own += fit(cfg, int(processes))
-        hangs = torch.cuda.get_device_capability() == (8, 9) and Version(torch.__version__) < Version("2.12")
-        own += ["--no-layers_fp8"] * hangs  # FP8 products may: pytorch issues 177651 and 192707
+    script = load(path)
+    if {"-h", "--help"} & {*flags}:
+        print(__doc__, flush=True)
+        return 1, []
+    import torch
+
+    gpus, wanted, own = torch.cuda.device_count(), int(os.environ.get("NPROC") or 0), list[str]()
+    if not script:
+        return wanted or gpus or 1, own
+    given = script.parse_args(flags)
+    is_cpu_named = given.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in flags)
+    if problem := gpu_problem(given, is_cpu_named):
+        raise ToolError(f"{problem}; --preset nano trains on a CPU")
+    cfg = script.resolve(given)
+    sequences, gpus = cfg.batch_sequences, gpus if cfg.device == "cuda" else 0
+    possible = [n for n in range(1, (gpus or sequences) + 1) if sequences % n == 0]
+    processes = wanted or (possible[-1] if gpus else 1)
+    if processes not in possible:
+        raise ToolError(f"NPROC={processes}: expected one of {possible}; sequences a step: {sequences}")
+    if gpus and not hasattr(cfg, "step_schedules"):
+        tell(f"{path} has no step_schedules: whether it fits into memory is not checked")
+    elif gpus:
+        own += fit(script, cfg, processes)
+        hangs = torch.cuda.get_device_capability() == (8, 9) and torch.__version__ < "2.12"
+        own += ["--no-layers_fp8"] * (hangs and cfg.layers_fp8)  # FP8 products may: pytorch issues 177651 and 192707
         if given.canon_file and not cfg.canon_file:  # the mask of the last validation
             if Path(sys.prefix) == ROOT / ".venv":  # nothing is added elsewhere
                 subprocess.run(["bash", "-c", "source speedrun/environment.sh; find_python tiktoken"])
             if not get("data/gpt2_canonical.py"):
                 tell("see above; without this mask the loss of the last validation is 0.0017 higher")
-    get_data(cfg)
-    return int(processes), own
+    get_data(script, cfg)
+    return processes, own
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code, unless torchrun or another script takes the place of this process."""
-    flags = sys.argv[1:] if argv is None else [*argv]
-    script = os.environ.get("SCRIPT", "") if flags[:1] == ["--check"] else flags.pop(0)
-    is_root = Path(script).resolve() == Path(train_gpt.__file__).resolve()
-    processes, own, launcher = 1, list[str](), list[str]()
-    try:
-        if not {"-h", "--help"} & {*flags}:
-            processes, own = prepare([flag for flag in flags if flag != "--check"], is_root)
-    except (UserError, OSError, torch.AcceleratorError, KeyboardInterrupt) as error:
-        tell((str(error) or "interrupted").replace("./run.sh --check says what to do", "data/pack_text.py packs text"))
-        return 130 if isinstance(error, KeyboardInterrupt) else 2
-    if "--check" in flags:
+    argv = sys.argv[1:] if argv is None else argv
+    path, flags = Path(os.environ.get("SCRIPT") or ROOT_SCRIPT), [flag for flag in argv if flag != "--check"]
+    ready, launcher = list[tuple[int, list[str]]](), list[str]()
+    code = process.run("run.sh", lambda _: ready.extend([prepare(path, flags)]))
+    if code or not ready:
+        return code
+    [(processes, own)] = ready
+    if "--check" in argv:
         print(f"ready to start {processes} process{'es' * (processes > 1)}", *own)
         return 0
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a console that goes away does not end a training
-    if processes == 1 and is_root:
+    if processes == 1 and path.resolve() == ROOT_SCRIPT:
+        import train_gpt
+
         return train_gpt.cli([*flags, *own])
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, but it says so at length
@@ -132,8 +171,4 @@ def main(argv: list[str] | None = None) -> int:
         # Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
         launcher = f"-m torch.distributed.run --standalone --local-addr localhost --nproc_per_node {processes}".split()
         launcher.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU")
-    os.execv(sys.executable, [sys.executable, *launcher, script, *flags, *own])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    os.execv(sys.executable, [sys.executable, *launcher, str(path), *flags, *own])

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -11,11 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from speedrun import ROOT
+from world_worker import import_as_train_gpt
+
+if path := os.environ.get("SCRIPT"):
+    import_as_train_gpt(ROOT / path)
+
 import mini
 import train_gpt
 from data.shards import write_shard
 from dense import randomize
-from speedrun import ROOT
 from train_gpt import GPT, Hyperparameters, UserError
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time
@@ -76,8 +82,9 @@ def script_flags(corpus) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> None:
+def fixed_seed(monkeypatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.delenv("SCRIPT", raising=False)  # tests name the script that they start
 
 
 def train(flags: list[str]) -> dict:
@@ -159,5 +166,6 @@ def model(tiny, tmp_path) -> Path:
     torch.save(random_ngrams(cfg), rows := path.with_suffix(".ngrams0"))
     saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=randomize(GPT(cfg)).state_dict())
     saved["script"] = hashlib.sha256(Path(train_gpt.__file__).read_bytes()).hexdigest()
+    saved["script_path"] = train_gpt.__file__
     torch.save(saved | dict(rows=[train_gpt.checksum(rows)]), path)
     return path

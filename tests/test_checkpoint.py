@@ -220,7 +220,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
 def test_no_rank_outlives_its_launcher(long_flags, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT)
-    launcher = subprocess.Popen([*torchrun, "train_gpt.py", *long_flags, "--run_id", "long"], **options)
+    launcher = subprocess.Popen([*torchrun, train_gpt.__file__, *long_flags, "--run_id", "long"], **options)
     log = tmp_path / "logs" / "long.txt"
     wait_for(lambda: log.exists() and "step:9/" in log.read_text())
     launcher.kill()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import train_gpt
 from conftest import TINY_FLAGS, train
 from speedrun import ROOT
 from world_worker import ENVIRONMENT
@@ -28,7 +29,7 @@ def test_batch_script_trains_on_two_nodes_what_one_process_does(script_flags, tm
     job = str(random.SystemRandom().randrange(10_000))  # the port is 20,000 above it
     for node in "01":
         (tmp_path / node).mkdir()
-        (tmp_path / node / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
+        (tmp_path / node / "train_gpt.py").symlink_to(train_gpt.__file__)
     for name, text in ("srun", SRUN), ("scontrol", SCONTROL):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

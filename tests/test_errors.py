@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 import train_gpt
 from conftest import refusal
-from speedrun import ROOT
 from train_gpt import Group, Ranks, Trainer, UserError
 from world_worker import Run
 
@@ -31,7 +31,7 @@ def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
     counted = ("lscpu; timeout 20 nvidia-smi", f"echo built >> {headers}")
     runs = {}
     for name, slip in SLIPS.items():
-        source = (ROOT / "train_gpt.py").read_text()
+        source = Path(train_gpt.__file__).read_text()
         for old, new in (slip, counted):
             assert source.count(old) == 1, old
             source = source.replace(old, new)
@@ -54,7 +54,7 @@ def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
 @pytest.mark.slow
 def test_a_first_collective_that_hangs_ends_in_a_line(flags, tmp_path):
     """One that rank 1 does not join. One that all join is timed in the log."""
-    source, runs = (ROOT / "train_gpt.py").read_text(), {}
+    source, runs = Path(train_gpt.__file__).read_text(), {}
     for name, begin in dict(hangs="time.sleep(60 * ranks.rank)", works="").items():
         changed = source.replace("limit: float = 120", "limit: float = 4").replace(
             "    timer.start()\n", f"    {begin}\n    timer.start()\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from speedrun import ROOT
 
 STEPS = json.loads((ROOT / "tests" / "fake_gpu.json").read_text())["steps"]
@@ -24,7 +25,7 @@ MARKS = dict.fromkeys(STEPS, pytest.mark.frozen) | {"three layers": pytest.mark.
 @pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def test_a_step_launches_moves_and_spills_no_more_than_is_written_down(name: str, tmp_path: Path):
     (script := tmp_path / "train_gpt.py").write_text(
-        (ROOT / "train_gpt.py").read_text() + THREE_LAYERS * ("three" in name)
+        Path(train_gpt.__file__).read_text() + THREE_LAYERS * ("three" in name)
     )
     command = [sys.executable, ROOT / "tests" / "fake_gpu.py", "--json", f"--script={script}", *STEPS[name]["flags"]]
     run = subprocess.run(command, capture_output=True, text=True)

@@ -54,7 +54,7 @@ def both(function: Callable, device: str) -> list[Callable]:
 # Flags reach all but the rows of stages: without `extra_steps` four steps are one of each of gpt2's first two stages
 # and two of the third
 FEW_STEPS = """
-import dataclasses, train_gpt
+import dataclasses, conftest, train_gpt
 cfg = train_gpt.PRESETS["gpt2"]
 stages = tuple(stage._replace(extra_steps=0) for stage in cfg.stages)
 train_gpt.PRESETS["gpt2"] = dataclasses.replace(cfg, stages=stages)
@@ -79,7 +79,7 @@ def test_four_steps_are_the_same_on_one_gpu_and_on_all(tmp_path: Path):
     if torch.cuda.get_device_properties(0).total_memory < 32 * 2**30:  # the need is about 25 GiB, without graphs 16
         flags.append("--no-cuda_graphs")
     (script := tmp_path / "few_steps.py").write_text(FEW_STEPS)
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(SCRIPT=train_gpt.__file__, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     results = []
     for size in sorted({1, max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())}):
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}", str(script)]

@@ -90,6 +90,6 @@ CHECKS = check_mlp_kernel, check_cross_entropy_kernel, check_qkv_kernel
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install -e '.[dev]'")
 @pytest.mark.parametrize("check", CHECKS)
 def test_kernels_interpreted(check: Callable[[], None]):
-    code = f"import test_kernels; test_kernels.{check.__name__}()"
-    env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    code = f"import conftest, test_kernels; test_kernels.{check.__name__}()"
+    env = os.environ | dict(SCRIPT=train_gpt.__file__, TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run([sys.executable, "-c", code], env=env, check=True)

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import train_gpt
 from conftest import SMALL, TINY
@@ -25,6 +27,7 @@ def machine(tmp_path, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "NPROC", "SCRIPT", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(run, "ROOT_SCRIPT", Path(train_gpt.__file__))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
 
@@ -48,11 +51,22 @@ def machine(tmp_path, monkeypatch):
 def check(corpus, capfd):
     """Check a small run of nano: the exit code, stdout and stderr."""
 
-    def check_flags(*flags: str) -> tuple[int, str, str]:
+    def check_flags(*flags: str, numbers: Sequence[str] = SMALL) -> tuple[int, str, str]:
         files = f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin"
-        return run.main([train_gpt.__file__, "--check", *SMALL, *files, *flags]), *capfd.readouterr()
+        return run.main(["--check", *numbers, *files, *flags]), *capfd.readouterr()
 
     return check_flags
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """Choose a copy of the script, with a change at its end."""
+
+    def choose(change: str) -> None:
+        (tmp_path / "my.py").write_text(f"{Path(train_gpt.__file__).read_text()}\n{change}\n")
+        monkeypatch.setenv("SCRIPT", str(tmp_path / "my.py"))
+
+    return choose
 
 
 @pytest.mark.parametrize(
@@ -78,6 +92,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, c
     assert check("--device=auto")[0] == 0
 
 
+@pytest.mark.published  # what the root's sizes take
 @pytest.mark.parametrize(
     ("gpus", "code", "found"),
     [
@@ -86,17 +101,60 @@ def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, c
         ([((8, 0), 8e9)], 2, "free some, or halve --train_seq_len"),
     ],
 )
-def test_processes_and_flags_suit_the_machine(machine, monkeypatch, capfd, gpus, code, found):
+def test_processes_and_flags_suit_the_machine(machine, copy, monkeypatch, capfd, gpus, code, found):
     machine(*gpus)
     monkeypatch.setattr(train_gpt, "check_data", lambda cfg: None)
     monkeypatch.setattr(run, "get", lambda command: False)  # no mask
-    monkeypatch.setattr(torch, "__version__", "2.9.1")  # FP8 may hang with it
-    assert run.main([train_gpt.__file__, "--check"]) == code
-    assert found in "".join(capfd.readouterr())
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1"))  # FP8 may hang with it
+    for _ in "root", "copy":
+        assert run.main(["--check"]) == code
+        assert found in "".join(capfd.readouterr())
+        copy("check_data = print")
+
+
+def test_a_copy_is_checked_as_what_it_is(check, copy, monkeypatch):
+    """With the numbers of its own preset, which flags change."""
+    monkeypatch.setattr(run, "get", None)  # own files: nothing is fetched
+    monkeypatch.setenv("NPROC", "3")
+    assert "NPROC=3: expected one of [1, 2]; sequences a step: 2" in check()[2]
+    copy(f"PRESETS['nano'] = dataclasses.replace(PRESETS['nano'], **{TINY | dict(batch_tokens=192)})")
+    assert check(numbers=["--preset=nano"]) == (0, "ready to start 3 processes\n", "")
+    assert "expected one of [1, 2]; sequences a step: 2" in check("--batch_tokens=128", numbers=["--preset=nano"])[2]
+    assert "none.bin in " in check("--batch_tokens=192", "--train_files=none.bin")[2]
+    copy("Hyperparameters.own_flag = 0\ndef parse_args(flags):\n    raise UserError('a flag of its own')")
+    assert check("--own_flag=3") == (2, "", "run.sh: a flag of its own\n")
+
+
+def test_a_foreign_script_is_started_without_checks_and_without_being_imported(tmp_path, monkeypatch, capfd):
+    (script := tmp_path / "foreign.py").write_text("raise SystemExit('trains')\ndef parse_args(): ...\n")
+    monkeypatch.setenv("SCRIPT", str(script))
+    monkeypatch.setattr(os, "execv", lambda _, command: print(*command[1:]))
+    run.main(["--its_flag"])
+    told = f"run.sh: {script} defines no PRESETS, UserError, check_data, resolve: its flags, data and memory are not"
+    assert capfd.readouterr() == (f"{script} --its_flag\n", f"{told} checked\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "shards"), [("21_BatchSize", 11), ("89_FP8DownProjection", 6), ("92f_FP8Backward", 5)]
+)
+def test_data_of_older_records_are_fetched_and_their_memory_is_not_checked(
+    machine, tmp_path, monkeypatch, capfd, record, shards
+):
+    machine(H100)
+    monkeypatch.chdir(tmp_path)  # where no data are
+    monkeypatch.setenv("SCRIPT", str(path := ROOT / "records" / "gpt2" / record / "train_gpt.py"))
+    monkeypatch.setattr(run, "get", lambda command: print(command))
+    assert run.main(["--check"]) == 2
+    out, errors = capfd.readouterr()
+    assert out == f"data/cached_fineweb10B.py {shards}\n"
+    assert errors.splitlines() == [
+        f"run.sh: {path} has no step_schedules: whether it fits into memory is not checked",
+        "run.sh: the data could not be fetched: see above, then run this again",
+    ]
 
 
 def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tmp_path, monkeypatch, capfd):
-    """With the packer replaced by one that copies a small corpus into place; for another script, too, as race does."""
+    """With the packer replaced by one that copies a small corpus into place."""
     monkeypatch.chdir(tmp_path)
     nano = dataclasses.replace(train_gpt.PRESETS["nano"], **TINY)
     monkeypatch.setitem(train_gpt.PRESETS, "nano", nano)
@@ -105,15 +163,33 @@ def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tm
     copy = f"shutil.copy(f'{corpus}/{{role}}_000000.bin', f'data/nano/nano_{{role}}_0.bin')"
     packer.write_text(f"import shutil\nfor role in ('train', 'val'):\n    {copy}")
     for _ in range(2):
-        assert run.main([train_gpt.__file__, "--check"]) == 0
+        assert run.main(["--check"]) == 0
         assert capfd.readouterr().err == f"run.sh: getting data: {process.PYTHON} data/pack_nano.py\n"
-        assert (run.main([train_gpt.__file__, "--check"]), capfd.readouterr().err) == (0, "")
+        assert (run.main(["--check"]), capfd.readouterr().err) == (0, "")
         shard.write_text("damaged")
     packer.write_text("raise SystemExit(1)")
-    assert run.main(["another.py", "--check", "--own_flag", "3"]) == 2
+    assert run.main(["--check"]) == 2
     assert "the data could not be fetched: see above" in capfd.readouterr().err
     packer.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(20)")
     assert (run.main(["--check"]), capfd.readouterr().err.splitlines()[-1]) == (130, "run.sh: interrupted")
+
+
+def test_a_name_that_a_module_lacks_is_no_missing_package(capsys):
+    with pytest.raises(ImportError), process.packages():
+        from train_gpt import no_such_name  # noqa: F401
+    with pytest.raises(SystemExit), process.packages():
+        import no_such_module  # noqa: F401
+    assert f"No module named 'no_such_module'; {process.PIP} -r " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_ctrl_c_while_modules_load_is_a_line(tmp_path, command):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    env = os.environ | dict(PYTHONPATH=str(tmp_path))
+    start = [sys.executable, "-m", "speedrun", command]
+    done = subprocess.run(start, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (130, "", 1), done.stderr
+    assert done.stderr.endswith(": interrupted\n")
 
 
 def shell(command: str, cwd: Path = ROOT, **env: str) -> tuple[int, str, str]:
@@ -129,6 +205,20 @@ def test_run_sh(corpus, tmp_path):
     code, out, _ = shell(f"./run {' '.join(flags)}", tmp_path, NPROC="2", PYTHONSAFEPATH="1")
     assert (code, "val_loss" in out) == (0, True)
     assert shell("./run.sh", SCRIPT="no.py") == (2, "", f"run.sh: SCRIPT=no.py: there is no such file in {ROOT}\n")
+
+
+def test_who_has_all_packages_is_told_once_which_python_to_go_on_with(machine, tmp_path):
+    (tmp_path / "speedrun").mkdir()
+    for name in "run.sh", "speedrun/environment.sh", "pyproject.toml":
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in "requirements.txt", "train_gpt.py":
+        (tmp_path / name).touch()
+    machine.program("python-of-all", f'[ "$1" = -m ] && echo "$@" || exec {sys.executable} "$@"')
+    told = "run.sh: python-of-all has all packages, so no .venv was made: start the other commands with it\n"
+    for change, line in ("", told), ("mkdir logs; ", ""), ("mkdir .venv; ", told):  # the last has no Python
+        found = shell(f"{change}./run.sh --preset nano", tmp_path, PYTHON="python-of-all")
+        assert found == (0, "-m speedrun run --preset nano\n", line)
+    assert shell("./run.sh", tmp_path, NPROC="two") == (2, "", "run.sh: NPROC=two: expected a number\n")
 
 
 UV = f"""case "$1" in
@@ -167,4 +257,4 @@ def test_environment_is_made_once_and_completed_and_has_pip(machine, tmp_path, u
         assert all(f"{name}={value}\n" in out for name, value in process.ENVIRONMENT.items())
         assert shell(activated, folder)[1].count(str(folder / ".venv")) == 2
         assert shell(find, folder)[::2] == (0, "")  # nothing is left to do
-    assert shell(find, folder, PYTHON="/no")[2] == "run.sh: PYTHON=/no is not Python 3.11 or newer\n"
+    assert shell(find, folder, PYTHON="/no")[2] == "run.sh: PYTHON=/no is not Python 3.11 to 3.13\n"

@@ -28,7 +28,7 @@ def test_log_and_result_have_their_form(flags, corpus):
     result = train([*flags, "--run_id", "form", "--target_loss", "5.5", "--loss_scale=0.5"])
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
-    assert source == (ROOT / "train_gpt.py").read_text() + "\n"
+    assert source == Path(train_gpt.__file__).read_text() + "\n"
     trained = train_gpt.num_tokens(4, train_gpt.parse_args(flags))
     scored = hashlib.sha256(np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]).hexdigest()
     wanted = [f", PyTorch {torch.__version__}, ", f"train shard: {corpus}/train_000000.bin, ", '"--run_id", "form"']
@@ -225,7 +225,7 @@ def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, 
 @pytest.mark.slow
 def test_nano_preset_reaches_the_target(tmp_path):
     """A seed nobody chose, on the track's own text."""
-    train = ["train_gpt.py", "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano"]
+    train = [train_gpt.__file__, "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano"]
     env = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     for command in ["data/pack_nano.py"], train:  # packed before: left alone
         subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, timeout=600, check=True)

@@ -2,15 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import train_gpt
 from conftest import train
 from data.shards import write_shard
 from dense import assert_trained_alike
-from speedrun import ROOT
 from world_worker import Run
 
 # No size divides 7 sequences of validation; 4 divides no number of matrices of a shape in nano, nor 3 the rows of gpt2
@@ -59,7 +60,7 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
     for seed in (0, 9):  # of equal size
         write_shard(tmp_path / f"{seed}.bin", np.random.default_rng(seed).integers(256, size=6 * 768 + 1))
     changed = tmp_path / "train_gpt.py"
-    changed.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
+    changed.write_text(Path(train_gpt.__file__).read_text() + "# changed\n")
     cases = {
         "script": ([], []),
         "num_iterations": ([], ["--num_iterations", "5"]),
@@ -70,7 +71,7 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
     runs = {}
     for name, changes in cases.items():
         ranks = [[*flags, f"--run_id={name}{i}", *more] for i, more in enumerate(changes)]
-        scripts = ["train_gpt.py", changed] if name == "script" else ()
+        scripts = [train_gpt.__file__, changed] if name == "script" else ()
         runs[name] = Run(ranks, tmp_path / name, nodes=True, scripts=scripts)
     for name, run in runs.items():
         assert run.wait() == [2, 2], name

@@ -1,6 +1,7 @@
 """Run train_gpt.py in processes forked from one that has imported torch, which saves seconds for each."""
 
 import functools
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,6 +30,13 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+def import_as_train_gpt(script: Path | str) -> None:
+    """Import a script so that all tests are of it."""
+    spec = importlib.util.spec_from_file_location("train_gpt", script)
+    sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["train_gpt"])
+
+
 class Run:
     """Start one process for each list of flags in `ranks`. Their output goes to OUT.RANK.out and .err.
 
@@ -46,8 +54,8 @@ class Run:
             variables = {name: str(value) for name, value in (shared | local).items() if size > 1}
             paths = [f"{out}.{rank}.{name}" for name in ("out", "err")]
             moment = kill[0] if kill and kill[1] == rank else ""
-            script = str(scripts[rank]) if scripts else "train_gpt.py"
-            args = (script, [str(flag) for flag in flags], variables, paths, moment)
+            script = scripts[rank] if scripts else sys.modules["train_gpt"].__file__
+            args = (str(script), [str(flag) for flag in flags], variables, paths, moment)
             self.processes.append(FORKS.Process(target=run_rank, args=args))
             self.processes[-1].start()
 
@@ -82,6 +90,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     init = torch.distributed.init_process_group  # to which records name no backend; a CUDA build would take NCCL
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
     if "--preset=mini" in flags:  # which is no preset of the script's own
+        import_as_train_gpt(script)
         import mini  # noqa: F401
         import train_gpt
 
