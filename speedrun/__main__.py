@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 try:
-    from speedrun import ROOT, plot, process, race, records, run
+    from speedrun import ROOT, plot, process, race, records
     from speedrun.logs import digest
     from speedrun.process import printable
 except KeyboardInterrupt:  # these imports take a tenth of a second, or more
@@ -121,13 +122,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def tool(name: str) -> ModuleType:
+    """Import a module that needs torch."""
+    with process.packages():
+        return importlib.import_module(f"speedrun.{name}")
+
+
 def act(argv: Sequence[str] | None) -> int | None:
     """Do what the flags say, and return the exit code."""
     argv = list(argv or [])
     if argv[:1] == ["bench"]:  # which parses its own flags
-        with process.packages():
-            bench = importlib.import_module("speedrun.bench")
-        return bench.main(argv[1:])
+        return tool("bench").main(argv[1:])
     end = argv.index("--") if argv[:1] == ["race"] and "--" in argv else len(argv)
     args = build_parser().parse_args(argv[:end])
     args.flags = argv[end + 1 :]
@@ -139,8 +144,10 @@ def act(argv: Sequence[str] | None) -> int | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["run"]:  # which does not end an error of the training in one line
-        return run.main(argv[1:])
+    if argv[:1] == ["run"]:  # whose training ends as it would without us, so that only the import is guarded
+        modules = list[ModuleType]()
+        code = process.run("run.sh", lambda _: modules.append(tool("run")))
+        return code or modules[0].main(argv[1:])
     return process.run("python -m speedrun", act, argv)
 
 

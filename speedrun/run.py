@@ -16,13 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from speedrun import ROOT, process
 from speedrun.logs import load_script, script_in
 from speedrun.process import PIP, PYTHON, ToolError, available_cores, defined_names, packages, printable
 
 ROOT_SCRIPT = ROOT / "train_gpt.py"
-# What a script defines that is checked, and what records call it that are older than 2026-11-29
-NEEDED, OLDER = {"UserError", "PRESETS", "parse_args", "resolve", "check_data"}, {"plan_data": "check_data"}
+NEEDED = {"UserError", "PRESETS", "parse_args", "resolve"}  # what a script defines that is checked
 SOURCES = {"data/fineweb10B": "data/cached_fineweb10B.py", "data/nano": "data/pack_nano.py"}  # what fills each folder
 
 
@@ -36,7 +37,7 @@ def load(path: Path) -> ModuleType | None:
         with packages():
             import train_gpt
         return train_gpt
-    if missing := NEEDED - {OLDER.get(name, name) for name in defined_names(script_in(path), str(path))}:
+    if missing := NEEDED - defined_names(script_in(path), str(path)):
         tell(f"{path} defines no {', '.join(sorted(missing))}: its flags, data and memory are not checked")
         return None
     return load_script(path)
@@ -44,8 +45,6 @@ def load(path: Path) -> ModuleType | None:
 
 def gpu_problem(given: Any, is_cpu_named: bool) -> str:
     """Say why GPUs cannot train, or why a run on the CPU would be a surprise."""
-    import torch
-
     if torch.cuda.is_available():
         is_old = given.device != "cpu" and torch.cuda.get_device_capability() < (8, 0)
         return "gpt2 needs GPUs of compute capability 8.0 or newer (A100, RTX 30)" if is_old else ""
@@ -60,8 +59,6 @@ def gpu_problem(given: Any, is_cpu_named: bool) -> str:
 
 def fit(script: ModuleType, cfg: Any, processes: int) -> list[str]:
     """Return the flags with which a process fits into a GPU: without CUDA graphs, or with fewer n-grams, too."""
-    import torch
-
     free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in script.GPT(cfg).parameters())
@@ -93,7 +90,7 @@ def get(command: str) -> bool:
 
 def get_data(script: ModuleType, cfg: Any) -> None:
     """Get the shards that a run reads where they are missing or damaged."""
-    check = getattr(script, "check_data", None) or script.plan_data
+    check = getattr(script, "check_data", None) or script.plan_data  # as records before 2026-11-29 call it
     try:
         check(cfg)
     except script.UserError as error:
@@ -118,8 +115,6 @@ def prepare(path: Path, flags: Sequence[str]) -> tuple[int, list[str]]:
     if {"-h", "--help"} & {*flags}:
         print(__doc__, flush=True)
         return 1, []
-    import torch
-
     gpus, wanted, own = torch.cuda.device_count(), int(os.environ.get("NPROC") or 0), list[str]()
     if not script:
         return wanted or gpus or 1, own

@@ -130,7 +130,7 @@ def test_a_foreign_script_is_started_without_checks_and_without_being_imported(t
     monkeypatch.setenv("SCRIPT", str(script))
     monkeypatch.setattr(os, "execv", lambda _, command: print(*command[1:]))
     run.main(["--its_flag"])
-    told = f"run.sh: {script} defines no PRESETS, UserError, check_data, resolve: its flags, data and memory are not"
+    told = f"run.sh: {script} defines no PRESETS, UserError, resolve: its flags, data and memory are not"
     assert capfd.readouterr() == (f"{script} --its_flag\n", f"{told} checked\n")
 
 
