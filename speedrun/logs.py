@@ -5,14 +5,12 @@ import json
 import math
 import re
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from types import SimpleNamespace as Track
 from typing import Any
 
-from speedrun import ROOT
+from speedrun import TRACKS
 from speedrun.process import ToolError as ToolError
 
 RULE = "=" * 100
@@ -53,13 +51,6 @@ def load_script(path: Path) -> ModuleType:
     module.__file__ = str(path)
     exec(compile(script_in(path), path, "exec"), vars(module))  # noqa: S102 (importlib takes no log)
     return module
-
-
-# Each has the fields that tracks.toml explains, and its name
-TRACKS = {
-    name: Track(name=name, **fields)
-    for name, fields in tomllib.loads(read_text(ROOT / "records" / "tracks.toml")).items()
-}
 
 
 class Log:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speedrun import ROOT
-from speedrun.logs import DAMAGED, TRACKS, Log, ToolError, quote, read_json
+from data.shards import write_file
+from speedrun import ROOT, TRACKS
+from speedrun.logs import DAMAGED, Log, ToolError, quote, read_json
 from speedrun.process import held, run_python
 
 RACE = "race.json"
@@ -172,9 +173,7 @@ class Race:
         rows = {name: ",\n  ".join(map(json.dumps, fields.pop(name))) for name in ("scripts", "runs", "comparisons")}
         lines = [f'"{name}": {json.dumps(value)}' for name, value in fields.items()]
         lines += [f'"{name}": [\n  {text}\n ]' for name, text in rows.items()]
-        part = path.with_suffix(".part")
-        part.write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
-        os.replace(part, path)
+        write_file(path, ("{\n " + ",\n ".join(lines) + "\n}\n").encode())
 
 
 def read_race(path: Path) -> Race:

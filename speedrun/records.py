@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun import ROOT
-from speedrun.logs import TRACKS, Log, ToolError, Track, digest, quote, read_json, read_text, script_in
+from speedrun import ROOT, TRACKS, Track
+from speedrun.logs import Log, ToolError, digest, quote, read_json, read_text, script_in
 from speedrun.process import printable
 from speedrun.race import ALPHA, OWN_FLAGS, RACE, Race, Sample, interval, read_race, report, summary
 
@@ -317,7 +317,8 @@ def write_folder(folder: Path, kind: str, logs: Sequence[Log], curves: Sequence[
 def write_record(name: str, raced: Path, root: Path) -> list[Path]:
     """Make the newest record of the first script of a race, from the race's folder; return the new folders.
 
-    It is compared with the second script. If that is in no record, it becomes one, a form, before.
+    It is compared with the second script. If that is in no record, it becomes one, a form, before. What differs by more
+    lines than an idea may is a form, too.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{quote(name)} is no name for a record: take letters, digits, '-' and '.'")
@@ -326,7 +327,11 @@ def write_record(name: str, raced: Path, root: Path) -> list[Path]:
     line = [folder for folder in folders if folder.parent.name == track.name]
     entries, asked = [(name, "idea", logs[0])], iter(["the script"])
     if race:
-        asked = hunks(*((race.scripts[i].name, logs[i][0].source) for i in (1, 0)))
+        older, newer = ((race.scripts[i].name, logs[i][0].source) for i in (1, 0))
+        if max(diff(older, newer)[1:]) > MOST_LINES:
+            entries = [(name, "form", logs[0])]
+        else:
+            asked = hunks(older, newer)
         if race.hashes[1] not in map(hash_of, line):
             entries.insert(0, (f"Before{name}", "form", logs[1]))
     for new, _, _ in entries:
@@ -339,7 +344,7 @@ def write_record(name: str, raced: Path, root: Path) -> list[Path]:
         place = f"{number}{chr(ord(letter or 'a') + 1)}" if track.lettered else f"{number + 1:02}"
         line.append(root / track.name / f"{place}_{new}")
         mine = [log for log in curves if log.sha256 == runs[0].sha256]
-        write_folder(line[-1], kind, runs, mine, asked if kind == "idea" else ["the script"], f"{told}\n")
+        write_folder(line[-1], kind, runs, mine, asked if new == name else ["the script"], f"{told}\n")
     if race:
         (line[-1] / RACE).write_text(read_text(raced / RACE), encoding="utf-8")
     return line[-len(entries) :]

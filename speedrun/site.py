@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from speedrun import race, records, tour
-from speedrun.logs import TRACKS, read_json, read_text
+from speedrun import TRACKS, race, records, tour
+from speedrun.logs import read_json, read_text
 from speedrun.process import ToolError, packages, printable
 
 with packages("tools"):

@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 import train_gpt
-from speedrun import ROOT, process, race, records
+from speedrun import ROOT, TRACKS, process, race, records
 from speedrun.__main__ import main
-from speedrun.logs import TRACKS
 from world_worker import wait_for
 
 NANO = "--", "--preset", "nano"
@@ -173,8 +172,11 @@ def test_a_form_and_an_idea_come_from_one_race_of_three(tool):
 def test_a_form_that_raced_nothing_older_has_no_ratio(tool):
     edit("fast.py", "SLOWNESS = 1.0", "SLOWNESS = 0.9")
     edit("slow.py", "SLOWNESS = 1.5", "SLOWNESS = 1.2")
+    with open("fast.py", "a") as file:
+        file.write("#\n" * 200)
     tool("race", "fast.py", "slow.py", "--pairs", 5, "--seed", 20, "--out", "logs/b", *NANO)
     tool("submit", "Faster", "logs/b")
+    assert '"kind": "form"' in Path("records/nano/04_Faster/record.json").read_text(), "too much for an idea"
     fill_in("03_BeforeFaster", "04_Faster")
     assert tool("verify")[0] == tool("table")[0] == 0
     rows = Path("records/README.md").read_text().splitlines()
