@@ -251,6 +251,7 @@ def test_a_browser_shows_the_diff_of_two_scripts_and_unfolds_what_a_link_leads_t
         ("records/nano/10_LongSteps/README", pair, ">+6 \u22122 lines<"),
         ("records/nano/09_CopyHead/README", "", 'class="note"><strong>'),
         ("script", line, f'<details open=""><summary><code>{name}<'),
+        ("script", "", "<button>open all</button>"),
     ):
         address = f"file://{tmp_path}/{place}.html#{anchor}"
         done = subprocess.run([chromium, *flags.split(), address], capture_output=True, text=True, timeout=120)
