@@ -58,9 +58,9 @@ def one(x):
 
 
 @property
-def two(row: Row, x):
-    size = row.area(), x.area()  # as in records 18 and 33
-    return one(size)  # record 33
+def two(boss: Row, rows: list[Row]):
+    ROWS = boss.area(), x.area(), [row.size for row in rows]  # as in records 18 and 33
+    return one(ROWS)  # record 33
 '''
 TOUR = """# A tour
 
@@ -191,9 +191,9 @@ def test_names_lead_to_definitions_and_credits_to_records_and_papers(root: Path,
     assert {number: found for number, found in links.items() if found} == {
         8: [(first, "record 14"), ("https://arxiv.org/abs/1234.56789", "arXiv:1234.56789"), ("#L32", "`two`")],
         19: [("#L13", "size")],
-        22: [("#L22", "ROWS"), ("#L7", "Row"), ("#L7", "Row")],
-        32: [("#L7", "Row")],
-        33: [("#L17", "area"), (second, "records 18")],
+        22: [("#L7", "Row"), ("#L7", "Row")],  # ROWS is a variable, too
+        32: [("#L7", "Row"), ("#L7", "Row")],
+        33: [("#L17", "area"), ("#L13", "size"), (second, "records 18")],
         34: [("#L27", "one"), (site.tour.BOARD, "record 33")],
     }
     drawn = re.findall(r'<div class="drawn">(.*?)</div></div>', page)
