@@ -197,13 +197,13 @@ def add_script(site: Site) -> None:
         print(printable(problem), file=sys.stderr)
     if layout.problems:
         raise ToolError(f"{TOUR}: does not fit {records.SCRIPT} in {len(layout.problems)} places, see above")
-    lines = color(script).split("\n")
-    rows = [(site.html_of(tokens, source, SCRIPT_PAGE), pieces) for tokens, pieces in layout.rows()]
+    pages = {it.public["number"]: it.page for it in site.shared["records"] if it.public}
+    lines = tour.link_code(script, color(script).split("\n"), pages)
+    texts = [tour.link_words(site.html_of(it, source, SCRIPT_PAGE), layout.places, pages) for it, _ in layout.rows()]
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
     values = runpy.run_path(str(path)).items()
     tables = {name: it for name, it in values if isinstance(it, tuple) and it and hasattr(it[0], "_fields")}
-    shown = dict(rows=rows, sections=layout.sections, named=layout.named, lines=lines, tables=tables)
-    site.add(SCRIPT_PAGE, "script.html", **shown)
+    site.add(SCRIPT_PAGE, "script.html", texts=texts, layout=layout, lines=lines, tables=tables)
 
 
 def check_output(output: Path) -> None:

@@ -2,9 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,12 @@ from speedrun.process import packages
 with packages("tools"):
     from markdown_it.token import Token
 
-PATH = "An hour's path"  # a section of the tour that has only links
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SECTION = re.compile(r"# ---- (.+?)(:| --)")
+BOARD = "records/README.html"
+NUMBER = r"(?:[Rr]ecords?\s|(?<![&\w])#)(\d\d?)\b"  # of a public record
+WORDS = re.compile(rf"<a .*?</a>|(?:`|<code>)([\w.]+)(?:`|</code>)|arXiv:(\d+\.\d+)|{NUMBER}|<[^>]*>", re.DOTALL)
+CODE = re.compile(r'<span class="(?:c|s|nf|nc).*?</span>|<[^>]*>|&#?\w+;|\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*')
 
 
 class Piece(NamedTuple):
@@ -71,12 +74,53 @@ def find_names(script: str) -> dict[str, int]:
     return places
 
 
+def link_words(html: str, places: Mapping[str, int], pages: Mapping[int, str]) -> str:
+    """Let names lead to lines, papers to arXiv, numbers of public records to their pages, or else to the board."""
+
+    def lead(found: re.Match[str]) -> str:
+        name, paper, number = found.groups()
+        page = f"https://arxiv.org/abs/{paper}" if paper else number and pages.get(int(number), BOARD)
+        target = f"#L{places[name]}" if name in places else page
+        return f'<a href="{target}">{found[0]}</a>' if target else found[0]
+
+    return WORDS.sub(lead, html)
+
+
+def link_code(script: str, html: Sequence[str], pages: Mapping[int, str]) -> list[str]:
+    """Return lines of colored code in which names lead to their definitions, and comments as `link_words` does.
+
+    What the script says of a name once, such as `cfg: Hyperparameters` or `clock = Clock(cfg)`, holds everywhere.
+    """
+    pieces, places, kinds = split_script(script), find_names(script), defaultdict[str, list[str]](list)
+    defined = {it for piece in pieces for it in piece.names} - {*re.findall(r"\n +(\w+)(?: =|:)", script)}  # variables
+    names = {name: line for name, line in places.items() if name in defined or "." in name}
+    for name, kind in re.findall(r"(\w+)(?::| =|\()\W*(?:\w+\[)*\W*([A-Z]\w+)", script):
+        kinds[name].append(kind)
+        kinds[name.removesuffix("s")].append(kind)  # one of `optimizers: Sequence[ShardedOptimizer]`
+
+    def lead(found: re.Match[str]) -> str:
+        parts = found[0].split(".")
+        lines = [names.get(parts[0])]
+        lines += [next(filter(None, (names.get(f"{it}.{b}") for it in kinds[a])), None) for a, b in pairwise(parts)]
+        return ".".join(
+            f'<a href="#L{line}">{part}</a>' if line else part for line, part in zip(lines, parts, strict=True)
+        )
+
+    linked = list[str]()
+    for piece in pieces:
+        owner = next(iter(piece.names), "").partition(".")[0]
+        kinds["self"] = [owner, *kinds[owner]]
+        linked += [link_words(CODE.sub(lead, line), names, pages) for line in html[piece.first : piece.end]]
+    return linked
+
+
 class Layout:
     """Which paragraphs of the tour stand beside which code, and what is wrong with the tour.
 
     A section of the tour stands beside the section of the script that has its name, which ends at the colon. A
     paragraph that is the first of its section to name some of this code opens a row: the code from there on, from the
-    first in the file if it names several. What follows, text and code, belongs to this row up to the next one.
+    first in the file if it names several. What follows, text and code, belongs to this row up to the next one. A
+    section that the script lacks has text alone.
     """
 
     def __init__(self, tokens: Sequence[Token], script: str, top: Path):
@@ -99,7 +143,7 @@ class Layout:
             else:
                 self.place(block, section)
             self.texts[-1] += block
-        if [title for _, title in self.sections if title != PATH] != [*sections]:
+        if [title for _, title in self.sections if title in sections] != [*sections]:
             self.problems.append(f"docs/tour.md: expected the sections of train_gpt.py: {', '.join(sections)}")
 
     def rows(self) -> Iterator[tuple[list[Token], list[Piece]]]:
@@ -107,33 +151,24 @@ class Layout:
             yield text, self.pieces[start:end]
 
     def place(self, block: Sequence[Token], section: range) -> None:
-        """Link the names of a paragraph, list..., and open a row if it is the first to name code of its section."""
+        """Open a row if a paragraph, list... is the first to name code of its section."""
         texts = [token for token in block if token.type == "inline"]
-        lines = {line for text in texts for line in self.link_names(text)}
+        lines = {line for text in texts for line in self.named_lines(text)}
         named = [piece for piece in self.pieces[section.start : section.stop] if lines & {*piece.names.values()}]
         if new := [piece for piece in named if piece not in self.named]:
             self.named += new
             self.texts.append([])
             self.starts.append(self.pieces.index(new[0]))
             if self.starts[-1] < self.starts[-2]:
-                self.tell(
-                    texts[0], f"{', '.join(new[0].names)} stands in train_gpt.py above what the text before names"
-                )
+                self.tell(texts[0], f"{', '.join(new[0].names)} stands in train_gpt.py above what is named before")
 
     def tell(self, text: Token, problem: str) -> None:
         self.problems.append(f"docs/tour.md:{text.map[0] + 1 if text.map else 0}: {problem}")
 
-    def link_names(self, text: Token) -> Iterator[int]:
-        """Let names in a text lead to the lines that define them, and yield these lines."""
-        depth = 0  # in a link
-        for child in text.children or []:
-            depth += child.nesting if child.type.startswith("link") else 0
-            name = child.content
-            if child.type != "code_inline" or not NAME.fullmatch(name) or (self.top / name).exists():
-                continue
+    def named_lines(self, text: Token) -> Iterator[int]:
+        """Yield the lines that define what a text names."""
+        for name in [child.content for child in text.children or [] if child.type == "code_inline"]:
             if line := self.places.get(name):
                 yield line
-                if not depth:
-                    child.type, child.content = "html_inline", f'<a href="#L{line}"><code>{escape(name)}</code></a>'
-            else:
+            elif NAME.fullmatch(name) and not (self.top / name).exists():
                 self.tell(text, f"train_gpt.py defines no {name}")

@@ -1,5 +1,6 @@
 """python -m speedrun site: pages hold what records hold, links lead somewhere, and a browser shows the diffs."""
 
+import doctest
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from speedrun import ROOT, records, site, tour
 from speedrun.__main__ import main
 from speedrun.process import ToolError
@@ -32,7 +34,10 @@ from typing import NamedTuple
 
 # ---- First: rows ----
 class Row(NamedTuple):
-    """A row."""
+    """A row of record 14 (arXiv:1234.56789), see `two`:
+
+        a drawing
+    """
 
     size: int
     name: str = "a"
@@ -53,8 +58,9 @@ def one(x):
 
 
 @property
-def two(x):
-    return one(x)
+def two(boss: Row, rows: list[Row]):
+    ROWS = boss.area(), x.area(), [row.size for row in rows]  # as in records 18 and 33
+    return one(ROWS)  # record 33
 '''
 TOUR = """# A tour
 
@@ -74,9 +80,13 @@ And `Row`.
 
 ## Second
 
-[`one`](#second) takes x.
+[`one`](#second) takes x, as #18.
 
 `two`
+
+## Glossary
+
+`one`
 """
 
 
@@ -144,23 +154,43 @@ def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_pat
     rows = [(row, re.findall("<details( open)?><summary><code>(.*?)<", row)) for row in page.split("<section")[1:]]
     names = [[name + is_open for is_open, name in pieces] for _, pieces in rows]
     first, then = ["lines 1 to 2 open", "lines 3 to 5"], ["Row open", "Row.area", "ROWS"]
-    assert names == [first, [], [], then, [], ["one open"], ["two open"]]
+    assert names == [first, [], [], then, [], ["one open"], ["two open"], []]
     assert "@property" in unescape(re.sub("<.*?>", "", rows[6][0]))
-    assert '<a href="script.html#L14"><code>Row.area' in rows[1][0]
+    assert '<a href="#L17"><code>Row.area' in rows[1][0]
     assert '<p><a href="script.html#second"><code>one</code></a> takes' in rows[5][0]
-    texts = '#L10"><code>Row.size', "<code>x^2", 'row">1</th><td>3</td><td></td>', "<td>4</td><td>b</td>"
+    texts = '#L13"><code>Row.size', "<code>x^2", 'row">1</th><td>3</td><td></td>', "<td>4</td><td>b</td>"
     assert [text for text in texts if text not in rows[3][0]] == []
-    assert re.findall('"col">(.*?)<', rows[3][0]) == ["size", "name"]
+    assert re.findall('"col"><a href="(.*?)">(.*?)<', rows[3][0]) == [("#L13", "size"), ("#L14", "name")]
+
+
+def test_names_lead_to_definitions_and_credits_to_records_and_papers(root: Path, tmp_path: Path):
+    site.write_site(root, tmp_path / "site")
+    page = (tmp_path / "site/script.html").read_text()
+    first, second = "records/nano/01_ValueEmbed/README.html", "records/gpt2/18_SoftCap/README.html"
+    assert f'takes x, as <a href="{second}">#18</a>' in page
+    links = dict[int, list[tuple[str, str]]]()
+    for number, line in re.findall(r'tabindex="-1">(\d+)</a><code>(.*?)</code>', page):
+        links[int(number)] = re.findall('<a href="(.*?)">(.*?)</a>', line)
+    assert {number: found for number, found in links.items() if found} == {
+        8: [(first, "record 14"), ("https://arxiv.org/abs/1234.56789", "arXiv:1234.56789"), ("#L32", "`two`")],
+        19: [("#L13", "size")],
+        22: [("#L7", "Row"), ("#L7", "Row")],  # ROWS is a variable, too
+        32: [("#L7", "Row"), ("#L7", "Row")],
+        33: [("#L17", "area"), ("#L13", "size"), (second, "records 18")],
+        34: [("#L27", "one"), (site.tour.BOARD, "record 33")],
+    }
+    drawn = re.findall(r'<div class="drawn">(.*?)</div></div>', page)
+    assert [re.findall(r"> +(.*?)<", line) for line in drawn] == [["a drawing"]]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("takes x", "takes `x`", "docs/tour.md:19: train_gpt.py defines no x"),
+        ("takes x,", "takes `x`,", "docs/tour.md:19: train_gpt.py defines no x"),
         ("`Row.size`", "`Row.x`", "docs/tour.md:11: train_gpt.py defines no Row.x"),
         ("## Second", "## Third", "docs/tour.md: expected the sections of train_gpt.py: First, Second"),
         ("## First", "## Second\n\n## First", "docs/tour.md: expected the sections of train_gpt.py: First, Second"),
-        ("[`one`](#second) takes x.", "`two`\n\n`one`", "docs/tour.md:21: one stands in train_gpt.py above"),
+        ("[`one`](#second) takes x, as #18.", "`two`\n\n`one`", "docs/tour.md:21: one stands in train_gpt.py above"),
     ],
 )
 def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, capsys, old, new, problem):
@@ -178,6 +208,18 @@ def test_the_tour_fits_the_script():
 
 
 @pytest.mark.published  # likewise
+def test_the_examples_of_the_tour_print_what_it_says():
+    fences = [it for it in site.MARKDOWN.parse((ROOT / "docs/tour.md").read_text()) if it.info == "pycon"]
+    examples = [
+        doctest.DocTestParser().get_doctest(it.content, vars(train_gpt).copy(), "docs/tour.md", None, it.map[0])
+        for it in fences
+    ]
+    results = [doctest.DocTestRunner().run(example) for example in examples]
+    assert len(results) >= 6
+    assert sum(result.failed for result in results) == 0
+
+
+@pytest.mark.published  # likewise
 @pytest.mark.slow
 def test_a_browser_shows_the_diff_of_two_scripts_and_unfolds_what_a_link_leads_to(tmp_path: Path, capsys):
     chromium = shutil.which("chromium") or pytest.skip("no browser: apt-get install chromium")
@@ -191,6 +233,7 @@ def test_a_browser_shows_the_diff_of_two_scripts_and_unfolds_what_a_link_leads_t
         ("compare", pair, ">+6 \u22122 lines<"),
         ("records/nano/10_LongSteps/README", pair, ">+6 \u22122 lines<"),
         ("script", line, f'<details open=""><summary><code>{name}<'),
+        ("script", "", "<button>open all</button>"),
     ):
         address = f"file://{tmp_path}/{place}.html#{anchor}"
         done = subprocess.run([chromium, *flags.split(), address], capture_output=True, text=True, timeout=120)
