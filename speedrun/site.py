@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from speedrun import race, records, tour
-from speedrun.logs import TRACKS, read_json, read_text
+from speedrun import drawings, race, records, tour
+from speedrun.logs import TRACKS, load_script, read_json, read_text
 from speedrun.process import ToolError, packages, printable
 
 with packages("tools"):
@@ -205,8 +204,14 @@ class Site:
 def add_script(site: Site) -> None:
     """Add the page of the root's script beside the tour; raise ToolError if they do not fit."""
     source, path = site.top / TOUR, site.top / records.SCRIPT
-    script = read_text(path).rstrip("\n")
-    layout = tour.Layout(MARKDOWN.parse(read_text(source)), script, site.top)
+    script, module, tokens = read_text(path).rstrip("\n"), load_script(path), MARKDOWN.parse(read_text(source))
+    images = [it for token in tokens for it in token.children or [] if it.type == "image"]
+    if places := [it for it in images if str(it.attrGet("src")).startswith(f"{drawings.FOLDER.name}/")]:
+        drawn = drawings.draw(module)  # of this script, whatever the files show
+        for image in places:
+            if svg := drawn.get(Path(str(image.attrGet("src"))).stem):
+                image.type, image.content = "html_inline", svg
+    layout = tour.Layout(tokens, script, site.top)
     for problem in layout.problems:
         print(printable(problem), file=sys.stderr)
     if layout.problems:
@@ -214,8 +219,9 @@ def add_script(site: Site) -> None:
     lines = color(script).split("\n")
     rows = [(site.html_of(tokens, source, SCRIPT_PAGE), pieces) for tokens, pieces in layout.rows()]
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
-    values = runpy.run_path(str(path)).items()
-    tables = {name: it for name, it in values if isinstance(it, tuple) and it and hasattr(it[0], "_fields")}
+    tables = {
+        name: it for name, it in vars(module).items() if isinstance(it, tuple) and it and hasattr(it[0], "_fields")
+    }
     shown = dict(rows=rows, sections=layout.sections, named=layout.named, lines=lines, tables=tables)
     site.add(SCRIPT_PAGE, "script.html", **shown)
 
