@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
+from itertools import cycle, pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -170,7 +170,7 @@ def draw_stream(script: ModuleType, cfg: Any, axes: Axes, y: float) -> float:
     if mixed := cfg.layers[-1].head_mix:
         readers.append((ORANGE, [-1, *mixed], (LAYER + 130, y + 11)))
         y = part("mix for the head", 130, ORANGE)
-    for x, (color, of, (end_x, end_y)) in zip(range(READERS, 390, 16), readers, strict=False):
+    for x, (color, of, (end_x, end_y)) in zip(np.linspace(READERS, 380, len(readers)), readers, strict=True):
         sources = [(STREAM, outputs[it]) for it in of] + (tables if of[1:] == [*mixed] else [])
         for start, row_y in sources:
             line(SOFT, (start, row_y), (x, row_y), style="-", linewidth=0.6)
@@ -203,9 +203,6 @@ def draw_gates(script: ModuleType, cfg: Any, axes: Axes, y: float) -> float:
     return y + 30
 
 
-HIDDEN = "step", "stage", "trains", "updates", "seq_len"  # fields of `StepSchedule`
-
-
 def schedules(script: ModuleType, figure: Figure) -> str:
     """Draw the numbers of each step of gpt2, and of Muon"""
     cfg, words, panels = gpt2_of(script), [], dict[str, dict[str, Any]]()
@@ -216,13 +213,15 @@ def schedules(script: ModuleType, figure: Figure) -> str:
         for title, value in (more | row._asdict()).items():
             of_many = dict(enumerate(value)) if isinstance(value, list) else value
             curves = of_many if isinstance(of_many, dict) else {"": value}
-            for label, number in curves.items() if title not in HIDDEN else ():
+            for label, number in (
+                curves.items() if title not in ("step", "stage", "trains", "updates", "seq_len") else ()
+            ):
                 values = panels.setdefault(title, {}).setdefault(str(label), [0.0] * cfg.num_iterations)
                 values[row.step] = float(getattr(number, "size", number))  # of a window its size
     note = "Lines: ends of stages. sampled_classes: 0 is all.\nema_rates: when each row of emas is updated."
     all_axes = subplots(figure, 80 * len(panels) + 90, len(panels), note=note)
     for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
-        for color, (label, values) in zip(COLORS, curves.items(), strict=False):
+        for color, (label, values) in zip(cycle(COLORS), curves.items(), strict=False):
             if title in ("tied", "ema_rates"):  # 0 between updates
                 on = [any(values[i : i + cfg.common_interval]) for i in range(len(values))]
                 values = curves[label] = [it * (int(label or 0) + 1) for it in on]
@@ -252,9 +251,10 @@ def masks(script: ModuleType, figure: Figure) -> str:
     tokens = torch.arange(len(starts) + 1) ** 2 % 7
     inputs = SimpleNamespace(tokens=tokens[:-1], next_tokens=tokens[1:], doc_starts=starts)
     with patch.object(script, "attention_mask", wraps=script.attention_mask) as made:  # of which the pointer makes one
-        script.Pointer(small)(torch.ones(len(starts), cfg.model_dim), inputs)
-    condition = made.call_args.kwargs["extra_mask_mod"]
-    cases.append((f"pointer, blocks of {small.pointer_block}", made.call_args.args[0], condition))
+        if cfg.pointer_dim:
+            script.Pointer(small)(torch.ones(len(starts), cfg.model_dim), inputs)
+    for call in made.call_args_list:
+        cases.append((f"pointer, blocks of {small.pointer_block}", call.args[0], call.kwargs["extra_mask_mod"]))
     note = f"Rows: queries. Columns: keys. Frames: blocks of {BLOCK},\nfull if shaded. Orange: equal to the next token."
     rows = -(-len(cases) // 2)
     all_axes = subplots(figure, 215 * rows + 60, rows, 2, note).flat
@@ -316,7 +316,7 @@ def step(script: ModuleType, figure: Figure) -> str:
             words.append(f"{labels[-1]}: {', '.join(what for _, what in events)}.")
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlim=(0, now), ylim=(len(labels) - 0.5, -0.6), xticks=[])
-    axes.set_title(f"step {schedule.step}: order, not time")
+    axes.set_title(f"step {schedule.step}{', head tied' * schedule.tied}: order, not time")
     return " ".join(words)
 
 
@@ -330,7 +330,7 @@ def memory(script: ModuleType, figure: Figure) -> str:
             counted["parameters"] += it.param_buffer.nbytes
             counted["gradients"] += it.grad_buffer.nbytes + (it.grad_shard.nbytes if world_size > 1 else 0)
             for name, tensor in it.state.items():
-                counted["EMAs" if name.startswith("ema") else "optimizers"] += tensor.nbytes
+                counted["EMAs" if name.startswith("ema") else "optimizer states"] += tensor.nbytes
         counted["n-gram rows"] = table.rows.nbytes + table.v.nbytes
         counted["rows of a cycle"] = table.fetched.nbytes + table.grads.nbytes
         for kind, size in [*counted.items(), ("sum", counted.total())]:
@@ -345,7 +345,7 @@ def parameters(script: ModuleType, figure: Figure) -> str:
     counts = Counter({table.group.name: table.cfg.ngram_rows * table.cfg.model_dim})
     for name, p in gpt.named_parameters():
         counts[script.find_group(name, table.cfg).name] += p.numel()
-    colors = dict(zip(dict.fromkeys(it.optimizer for it in table.cfg.groups), COLORS, strict=False))
+    colors = dict(zip(dict.fromkeys(it.optimizer for it in table.cfg.groups), cycle(COLORS), strict=False))
     rows = [(it.name, [(colors[it.optimizer], counts[it.name])]) for it in table.cfg.groups]
     return draw_dots(figure, rows, {color: name for name, color in colors.items()})
 
@@ -353,18 +353,21 @@ def parameters(script: ModuleType, figure: Figure) -> str:
 def draw_dots(figure: Figure, rows: list, key: dict[str, str], unit: str = "", note: str = "") -> str:
     """Draw rows (label, [(color, number)]) on a logarithmic axis, with the numbers beside them."""
     axes, words = subplots(figure, 20 * len(rows) + 60 + 40 * bool(note), note=note), []
+    amount = EngFormatter(unit)
+    if not unit:
+        amount.ENG_PREFIXES = amount.ENG_PREFIXES | {9: "B"}
     for color, label in key.items():
         axes.plot([], [], "o", color=color, label=label)
     for y, (label, values) in enumerate(rows):
         axes.plot([value for _, value in values], [y] * len(values), color=RULE, linewidth=3)
         for color, value in values:
             axes.plot(value, y, "o", color=color)
-        amounts = [EngFormatter(unit)(float(f"{value:.3g}")) for _, value in values]
+        amounts = [amount(float(f"{value:.3g}")) for _, value in values]
         axes.text(1.02, y, " / ".join(amounts), transform=axes.get_yaxis_transform(), va="center_baseline")
         words.append(f"{label}: {', '.join(amounts)}.")
     axes.set(xscale="log", ylim=(len(rows) - 0.4, -0.6))
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-    axes.xaxis.set_major_formatter(EngFormatter(unit))
+    axes.xaxis.set_major_formatter(amount)
     axes.minorticks_off()
     axes.legend(bbox_to_anchor=(1, 1.01), ncols=4)
     return " ".join(words)
@@ -374,7 +377,7 @@ def softcap(script: ModuleType, figure: Figure) -> str:
     """Draw the softcap of logits, and its slope"""
     above, below = subplots(figure, 300, 2)
     z, words = torch.linspace(-40, 40, 321, dtype=torch.float64), []
-    for color, (name, cfg) in zip(COLORS, script.PRESETS.items(), strict=False):
+    for color, (name, cfg) in zip(cycle(COLORS), script.PRESETS.items(), strict=False):
         exps = script.softcapped_softmax(z[:, None].clone(), torch.zeros(len(z), 1, dtype=torch.int64), cfg).exps
         capped = exps[:, 0].log().numpy() + cfg.softcap_range
         slope = np.gradient(capped, z.numpy())

@@ -21,6 +21,7 @@ CHANGES = {  # in a copy of the script, and the drawings in which they show
     "softcap_shift: float = 5.0": ("softcap_shift: float = 4.0", "softcap"),
     "(2.256537145403, -2.1668": ("(2.256537145403, -2.1768", "newton_schulz"),
 }
+LACKS = dict(layers="gate_inits", masks="causal_block_mask", newton_schulz="NEWTON_SCHULZ")
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,11 @@ def test_a_changed_row_shows(drawn: dict[str, str], tmp_path: Path):
     assert drawn["layers"].count(">skip<") == mine["layers"].count(">skip<") + 2  # the layer, and its gate
 
 
-@pytest.mark.parametrize(
-    ("name", "drawing"),
-    [("gate_inits", drawings.layers), ("causal_block_mask", drawings.masks), ("NEWTON_SCHULZ", drawings.newton_schulz)],
-)
-def test_what_a_drawing_lacks_is_named(name: str, drawing, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("drawing", "name"), LACKS.items())
+def test_what_a_drawing_lacks_is_named(drawing: str, name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(script, name)
-    monkeypatch.setattr(drawings, "DRAWINGS", [drawing])
-    with pytest.raises(ToolError, match=f"{drawing.__name__} .*{name}") as error:
+    monkeypatch.setattr(drawings, "DRAWINGS", [getattr(drawings, drawing)])
+    with pytest.raises(ToolError, match=f"{drawing} .*{name}") as error:
         drawings.draw(script)
     assert "\n" not in str(error.value)
 
