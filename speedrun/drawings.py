@@ -54,14 +54,9 @@ def subplots(figure: Figure, height: float, rows: int = 1, columns: int = 1, not
     return figure.subplots(rows, columns, sharex=columns == 1)
 
 
-def gpt2_of(script: ModuleType) -> Any:
-    """Return the preset gpt2 as on a GPU, whatever this machine is."""
-    return dataclasses.replace(script.PRESETS["gpt2"], dtype="bfloat16", device="cpu")
-
-
-def build(script: ModuleType, world_size: int) -> tuple[Any, list[Any], Any]:
-    """Return gpt2, and the optimizers and the table of n-grams of its first rank, of tensors without memory."""
-    cfg, ranks = gpt2_of(script), script.Ranks(0, world_size, 0, world_size)
+def build(script: ModuleType, cfg: Any, world_size: int) -> tuple[Any, list[Any], Any]:
+    """Return a model, and the optimizers and the table of n-grams of its first rank, of tensors without memory."""
+    ranks = script.Ranks(0, world_size, 0, world_size)
     with torch.device("meta"):
         gpt = script.GPT(cfg)
     return gpt, script.build_optimizers(gpt, ranks), script.NgramTable(cfg, ranks, torch.device("meta"))
@@ -75,7 +70,7 @@ The head's mix also reads what the last layer's attention
 and MLPs read."""
 
 
-def layers(script: ModuleType, figure: Figure) -> str:
+def layers(script: ModuleType, _: Any, figure: Figure) -> str:
     """Draw the layers of each preset, and what reads what"""
     figure.set_layout_engine("none")
     axes, y, words = figure.add_axes((0, 0, 1, 1)), 0.0, []
@@ -203,9 +198,9 @@ def draw_gates(script: ModuleType, cfg: Any, axes: Axes, y: float) -> float:
     return y + 30
 
 
-def schedules(script: ModuleType, figure: Figure) -> str:
+def schedules(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw the numbers of each step of gpt2, and of Muon"""
-    cfg, words, panels = gpt2_of(script), [], dict[str, dict[str, Any]]()
+    words, panels = list[str](), dict[str, dict[str, Any]]()
     for row in cfg.step_schedules:
         muon = script.schedule_muon(row.step, row.lr_factor, cfg)
         more = {"tokens a step": cfg.batch_sequences * row.seq_len}
@@ -238,9 +233,9 @@ def schedules(script: ModuleType, figure: Figure) -> str:
     return f"Stages end at steps {', '.join(map(str, ends[1:]))}. {' '.join(words)}"
 
 
-def masks(script: ModuleType, figure: Figure) -> str:
+def masks(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw who sees whom, on three made-up documents"""
-    cfg, cases, words = gpt2_of(script), [], [f"Documents of {DOCUMENTS} tokens, blocks of {BLOCK}."]
+    cases, words = [], [f"Documents of {DOCUMENTS} tokens, blocks of {BLOCK}."]
     starts = torch.tensor(np.repeat(np.cumsum((0, *DOCUMENTS[:-1])), DOCUMENTS), dtype=torch.int32)
     for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention):
         kind = script.ATTENTION[name]
@@ -276,10 +271,10 @@ def masks(script: ModuleType, figure: Figure) -> str:
     return " ".join(words)
 
 
-def step(script: ModuleType, figure: Figure) -> str:
+def step(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw the order of a step on two ranks, without its times"""
-    _, optimizers, table = build(script, 2)
-    cfg, rows, now = table.cfg, dict[Any, list[tuple[int, str]]](), 0
+    _, optimizers, table = build(script, cfg, 2)
+    rows, now = dict[Any, list[tuple[int, str]]](), 0
     schedule = max(cfg.step_schedules, key=lambda it: len(it.updates))
 
     def told(what: str, of: Any = table, result: Any = None) -> Any:
@@ -320,11 +315,11 @@ def step(script: ModuleType, figure: Figure) -> str:
     return " ".join(words)
 
 
-def memory(script: ModuleType, figure: Figure) -> str:
+def memory(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw the bytes that lie on one rank, of one and of eight"""
     sizes: dict[str, list[tuple[str, int]]] = {}
     for color, world_size in (ORANGE, 1), (BLUE, 8):
-        gpt, optimizers, table = build(script, world_size)
+        gpt, optimizers, table = build(script, cfg, world_size)
         counted = Counter({"table of signs": sum(it.nbytes for it in gpt.buffers())})
         for it in optimizers:
             counted["parameters"] += it.param_buffer.nbytes
@@ -339,14 +334,14 @@ def memory(script: ModuleType, figure: Figure) -> str:
     return draw_dots(figure, [*sizes.items()], {ORANGE: "of 1 rank", BLUE: "of 8"}, "B", note)
 
 
-def parameters(script: ModuleType, figure: Figure) -> str:
+def parameters(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw how many parameters each group of gpt2 has"""
-    gpt, _, table = build(script, 1)
-    counts = Counter({table.group.name: table.cfg.ngram_rows * table.cfg.model_dim})
+    gpt, _, table = build(script, cfg, 1)
+    counts = Counter({table.group.name: cfg.ngram_rows * cfg.model_dim})
     for name, p in gpt.named_parameters():
-        counts[script.find_group(name, table.cfg).name] += p.numel()
-    colors = dict(zip(dict.fromkeys(it.optimizer for it in table.cfg.groups), cycle(COLORS), strict=False))
-    rows = [(it.name, [(colors[it.optimizer], counts[it.name])]) for it in table.cfg.groups]
+        counts[script.find_group(name, cfg).name] += p.numel()
+    colors = dict(zip(dict.fromkeys(it.optimizer for it in cfg.groups), cycle(COLORS), strict=False))
+    rows = [(it.name, [(colors[it.optimizer], counts[it.name])]) for it in cfg.groups]
     return draw_dots(figure, rows, {color: name for name, color in colors.items()})
 
 
@@ -373,7 +368,7 @@ def draw_dots(figure: Figure, rows: list, key: dict[str, str], unit: str = "", n
     return " ".join(words)
 
 
-def softcap(script: ModuleType, figure: Figure) -> str:
+def softcap(script: ModuleType, _: Any, figure: Figure) -> str:
     """Draw the softcap of logits, and its slope"""
     above, below = subplots(figure, 300, 2)
     z, words = torch.linspace(-40, 40, 321, dtype=torch.float64), []
@@ -391,7 +386,7 @@ def softcap(script: ModuleType, figure: Figure) -> str:
     return " ".join(words)
 
 
-def newton_schulz(script: ModuleType, figure: Figure) -> str:
+def newton_schulz(script: ModuleType, cfg: Any, figure: Figure) -> str:
     """Draw what each step of Newton-Schulz makes of singular values"""
     axes, s, rows = subplots(figure, 250), torch.logspace(-4, 0, 401, dtype=torch.float64), script.NEWTON_SCHULZ
     matrices = torch.diag_embed(torch.stack([s, (1 - s**2).sqrt()], dim=1))  # of norm 1
@@ -412,17 +407,19 @@ DRAWINGS = layers, schedules, masks, step, memory, parameters, softcap, newton_s
 
 def draw(script: ModuleType) -> dict[str, str]:
     """Return the drawings of a loaded script as SVGs, by name."""
-    drawings, nothing = {}, dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    for function in DRAWINGS:
-        name, title, file = function.__name__, str(function.__doc__).removeprefix("Draw ").capitalize(), io.StringIO()
-        with rc_context(STYLE | {"svg.hashsalt": name}):
-            figure = Figure(layout="constrained")
-            try:
-                words = function(script, figure)
-            except (AttributeError, LookupError) as error:
-                raise ToolError(f"{script.__name__}: lacks what the drawing {name} is made from: {error}") from None
-            figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-        drawings[name] = finish(file.getvalue(), name, f"<title>{title}</title>\n<desc>{escape(words)}</desc>")
+    drawings, name = dict[str, str](), "layers"
+    try:
+        cfg = dataclasses.replace(script.PRESETS["gpt2"], dtype="bfloat16", device="cpu")  # the same on all machines
+        for function in DRAWINGS:
+            name, file = function.__name__, io.StringIO()
+            with rc_context(STYLE | {"svg.hashsalt": name}):
+                words = function(script, cfg, figure := Figure(layout="constrained"))
+                metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # none
+                figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+            title = str(function.__doc__).removeprefix("Draw ").capitalize()
+            drawings[name] = finish(file.getvalue(), name, f"<title>{title}</title>\n<desc>{escape(words)}</desc>")
+    except (AttributeError, LookupError) as error:
+        raise ToolError(f"{script.__name__}: lacks what the drawing {name} is made from: {error}") from None
     return drawings
 
 
