@@ -84,7 +84,7 @@ def command_site(args: argparse.Namespace) -> None:
     """Write the script beside its explanation, and the line of records, as pages that open without a server."""
     from speedrun import site
 
-    say(f"{site.write_site(records.RECORDS, args.output)} files: open {args.output / 'index.html'}")
+    say(f"{site.write_site(records.RECORDS, args.output, args.script)} files: open {args.output / 'index.html'}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -117,7 +117,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
     add("--line", action="store_true", help="the train times of all records, -o NAME.svg: also NAME-dark.svg")
     add("-o", "--output", type=Path, metavar="FILE", default=Path("curves.png"), help="(default: curves.png)")
-    command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
+    add = command(command_site)
+    add("script", metavar="SCRIPT", nargs="?", type=Path, help="beside the text, and compared (default: the root's)")
+    add("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
     subparsers.add_parser("bench", help="Time the parts of a step of train_gpt.py on this machine.")
     return parser
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from speedrun import TRACKS, race, records, tour
-from speedrun.logs import read_json, read_text
+from speedrun import TRACKS, drawings, race, records, tour
+from speedrun.logs import load_script, read_json, read_text
 from speedrun.process import ToolError, packages, printable
 
 with packages("tools"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markdown_it import MarkdownIt
+    from markdown_it.rules_core import StateCore
     from markdown_it.token import Token
     from markupsafe import Markup
     from mdit_py_plugins.anchors import anchors_plugin
@@ -39,6 +39,16 @@ DISALLOWED = re.compile(r"<(?=/?(title|textarea|style|xmp|iframe|noembed|noframe
 FILES = "files.json"  # the list of the site's files, which shows that a folder holds one
 TOUR, SCRIPT_PAGE = Path("docs/tour.md"), Path("script.html")
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
+
+
+def filter_tags(state: StateCore) -> None:
+    """Show those tags as text."""
+    for token in [it for block in state.tokens for it in (block, *(block.children or []))]:
+        if token.type in ("html_block", "html_inline"):
+            token.content = DISALLOWED.sub("&lt;", token.content)
+
+
+MARKDOWN.core.ruler.push("filter_tags", filter_tags)
 
 
 # ---- Scripts and records
@@ -143,7 +153,7 @@ class Site:
             return "" if name in ("href", "src") or name.startswith("on") else attribute[0]
 
         tokens = MARKDOWN.parse(text) if isinstance(text, str) else text
-        html = DISALLOWED.sub("&lt;", MARKDOWN.renderer.render(tokens, MARKDOWN.options, {}))
+        html = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
         html = TAG.sub(lambda tag: ATTRIBUTE.sub(with_address, tag[0]), html)
         return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
 
@@ -188,21 +198,28 @@ class Site:
                 yield f"{source.relative_to(self.top)}: its link {link} leads to no anchor of its page"
 
 
-def add_script(site: Site) -> None:
-    """Add the page of the root's script beside the tour; raise ToolError if they do not fit."""
-    source, path = site.top / TOUR, site.top / records.SCRIPT
-    script = read_text(path).rstrip("\n")
-    layout = tour.Layout(MARKDOWN.parse(read_text(source)), script, site.top)
+def add_script(site: Site, path: Path) -> None:
+    """Add the page of a script beside the tour; raise ToolError if the tour does not fit the root's."""
+    source = site.top / TOUR
+    script, module, tokens = read_text(path).rstrip("\n"), load_script(path), MARKDOWN.parse(read_text(source))
+    images = [it for token in tokens for it in token.children or [] if it.type == "image"]
+    if places := [it for it in images if str(it.attrGet("src")).startswith(f"{drawings.FOLDER.name}/")]:
+        drawn = drawings.draw(module)  # of this script, whatever the files show
+        for image in places:
+            if svg := drawn.get(Path(str(image.attrGet("src"))).stem):
+                image.type, image.content = "html_inline", svg
+    layout = tour.Layout(tokens, script, site.top)
     for problem in layout.problems:
         print(printable(problem), file=sys.stderr)
-    if layout.problems:
+    if layout.problems and path == site.top / records.SCRIPT:
         raise ToolError(f"{TOUR}: does not fit {records.SCRIPT} in {len(layout.problems)} places, see above")
     pages = {it.public["number"]: it.page for it in site.shared["records"] if it.public}
     lines = tour.link_code(script, color(script).split("\n"), pages)
     texts = [tour.link_words(site.html_of(it, source, SCRIPT_PAGE), layout.places, pages) for it, _ in layout.rows()]
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
-    values = runpy.run_path(str(path)).items()
-    tables = {name: it for name, it in values if isinstance(it, tuple) and it and hasattr(it[0], "_fields")}
+    tables = {
+        name: it for name, it in vars(module).items() if isinstance(it, tuple) and it and hasattr(it[0], "_fields")
+    }
     site.add(SCRIPT_PAGE, "script.html", texts=texts, layout=layout, lines=lines, tables=tables)
 
 
@@ -213,8 +230,11 @@ def check_output(output: Path) -> None:
         raise ToolError(f"{output}: holds other files than this site; name a new or an empty folder with -o")
 
 
-def write_site(root: Path, output: Path) -> int:
-    """Write the pages of the script and of all records, and what they link to; return how many files that makes."""
+def write_site(root: Path, output: Path, copy: Path | None = None) -> int:
+    """Write the pages of all records and of the root's script, and what they link to; return how many files that makes.
+
+    copy: a script that takes the root's place beside the tour, and is compared with it.
+    """
     check_output(output)
     root = root.resolve()
     line = records.lineage(root)
@@ -222,6 +242,8 @@ def write_site(root: Path, output: Path) -> int:
         raise ToolError(f"{root}: has no whole record")
     scripts = {records.name_of(folder): records.read_script(str(folder), root)[1] for folder in line}
     scripts["root"] = read_text(root.parent / records.SCRIPT).rstrip("\n")
+    if copy:
+        scripts[copy.name] = read_text(copy).rstrip("\n")
     for name, script in scripts.items():
         ast.parse(script, name)  # one that is no Python is named
     data = compare(scripts)
@@ -234,7 +256,7 @@ def write_site(root: Path, output: Path) -> int:
     story = read_text(start).partition("\n## The line so far\n")[2].partition("\n## ")[0]
     site.add(index, "index.html", story=site.html_of(story, start, index))
     site.add(Path("compare.html"), "compare.html")
-    add_script(site)
+    add_script(site, copy or root.parent / records.SCRIPT)
     for source in start, root / "NOTES.md", root / "RULES.md":
         site.add_source(source)
     for folder, record in zip(line, found, strict=True):
