@@ -83,7 +83,7 @@ def test_the_page_shows_drawings_of_its_own_script(tmp_path: Path, monkeypatch: 
     (tmp_path / "train_gpt.py").write_text(SCRIPT)
     (tmp_path / "docs/tour.md").write_text(f"{TOUR}\n![a](drawings/layers.svg) ![b](drawings/none.svg)\n")
     monkeypatch.setattr(drawings, "draw", lambda script: {"layers": f"<svg>{len(script.ROWS)} rows</svg>"})
-    site.add_script(made := site.Site(tmp_path))
+    site.add_script(made := site.Site(tmp_path, records=[]), tmp_path / "train_gpt.py")
     page = made.files[site.SCRIPT_PAGE].decode()
     assert "<svg>2 rows</svg>" in page
     assert "layers.svg" not in page
