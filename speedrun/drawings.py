@@ -221,7 +221,8 @@ def schedules(script: ModuleType, cfg: Any, figure: Figure) -> str:
                 on = [any(values[i : i + cfg.common_interval]) for i in range(len(values))]
                 values = curves[label] = [it * (int(label or 0) + 1) for it in on]
             axes.plot(values, color=color, label=label)
-            words.append(f"{title} {label}: {values[0]:.4g}, at most {max(values):.4g}, at last {values[-1]:.4g}.")
+            named = f"{title} {label}".rstrip()
+            words.append(f"{named}: {values[0]:.6g}, at most {max(values):.6g}, at last {values[-1]:.6g}.")
         ticks = [min(map(min, curves.values())), max(map(max, curves.values()))]
         axes.set_yticks(ticks, [f"{it:.3g}" if it < 1000 else f"{it:,.0f}" for it in ticks])
         axes.set_title(title, pad=5)
@@ -378,7 +379,8 @@ def softcap(script: ModuleType, _: Any, figure: Figure) -> str:
         slope = np.gradient(capped, z.numpy())
         above.plot(z, capped, color=color, label=name)
         below.plot(z, slope, color=color)
-        words.append(f"{name}: 0 becomes {capped[160]:.3g}; the slope is {slope.max():.2g} at {z[slope.argmax()]:.2g}.")
+        steepest = f"steepest at {z[slope.argmax()]:.2g}, with a slope of {slope.max():.2g}"
+        words.append(f"{name}: 0 becomes {capped[160]:.3g}, {steepest}.")
     above.set_title("logit with the softcap")
     above.legend(bbox_to_anchor=(1, 1.01), ncols=4)
     below.set_title("its slope")
@@ -399,7 +401,7 @@ def newton_schulz(script: ModuleType, cfg: Any, figure: Figure) -> str:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_title(f"after 0 to {len(rows)} steps")
     last = after[s > 0.004]
-    return f"After {len(rows)} steps singular values from 0.004 on are between {last.min():.3g} and {last.max():.3g}."
+    return f"After {len(rows)} steps singular values from 0.004 on are from {last.min():.5g} to {last.max():.5g}."
 
 
 DRAWINGS = layers, schedules, masks, step, memory, parameters, softcap, newton_schulz
@@ -427,7 +429,7 @@ def finish(svg: str, name: str, about: str) -> str:
     """Return an SVG by matplotlib with its text, in colors for light and dark paper; a page may hold several."""
     width, height = map(float, re.findall('viewBox="0 0 (.*?) (.*?)"', svg)[0])
     unwanted = r""" id="[a-z0-9.]+_\d+"| clip-path="[^"]*"|font-size: 9.4px; |font-family: 'DejaVu Sans'; """
-    body = re.sub(unwanted, "", svg[svg.index('<g id="figure_1"') :])
+    body = re.sub(unwanted, "", svg[svg.index('<g id="figure_1"') :]).replace(" \n", " ")
     for i, color in enumerate(LIGHT):
         body = body.replace(color, f"var(--{name}-{i})")
     light, dark = (";".join(f"--{name}-{i}:{color}" for i, color in enumerate(colors)) for colors in (LIGHT, DARK))
