@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.shards import write_file
 from speedrun import ROOT, TRACKS
 from speedrun.logs import DAMAGED, Log, ToolError, quote, read_json
 from speedrun.process import held, run_python
@@ -169,6 +168,8 @@ class Race:
 
     def write(self, path: Path) -> None:
         """Write the file whole or not at all, with a line for each run and comparison."""
+        from data.shards import write_file  # imports numpy
+
         fields = dataclasses.asdict(self)
         rows = {name: ",\n  ".join(map(json.dumps, fields.pop(name))) for name in ("scripts", "runs", "comparisons")}
         lines = [f'"{name}": {json.dumps(value)}' for name, value in fields.items()]
