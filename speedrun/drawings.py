@@ -67,7 +67,8 @@ Bars: widths of queries and keys (blue), of values (violet).
 n: n-grams. e: a row of a value table. x0: the embedding.
 first: the input of layer 0. gate: one for each head.
 The head's mix also reads what the last layer's attention
-and MLPs read."""
+and MLPs read. Counted, but not used: post[0] without
+attention, resid[0] beside a skip."""
 
 
 def layers(script: ModuleType, _: Any, figure: Figure) -> str:
@@ -82,8 +83,8 @@ def layers(script: ModuleType, _: Any, figure: Figure) -> str:
             fields = [f"{key} {value}" for key, value in row._asdict().items() if value != default.get(key, 0)]
             words.append(f"{name}, layer {i}: {', '.join(fields)}.")
     axes.text(0, y, KEY, color=SOFT, va="top")
-    figure.set_size_inches(390 / 96, (y + 100) / 96)
-    axes.set(xlim=(0, 390), ylim=(y + 100, 0))
+    figure.set_size_inches(390 / 96, (y + 130) / 96)
+    axes.set(xlim=(0, 390), ylim=(y + 130, 0))
     axes.axis("off")
     return " ".join(words)
 
@@ -126,7 +127,7 @@ def draw_stream(script: ModuleType, cfg: Any, axes: Axes, y: float) -> float:
         if row.shift:
             y = part(f"shift by {' '.join(map(str, row.shift))} tokens", 190, SOFT)
         ways = list[tuple[str, float, float]]()  # to attention
-        for label, width, color, of in ("MUDD", 130, VIOLET, row.mudd), ("attention reads", 110, BLUE, row.attn_input):
+        for label, width, color, of in ("MUDD", 130, VIOLET, row.mudd), ("its input", 110, BLUE, row.attn_input):
             if of is not None:
                 readers.append((color, [-1, of] if label == "MUDD" else [of], (LAYER + width, y + 11)))
                 ways.append((color, LAYER + width - 10, y + 22))
@@ -206,29 +207,32 @@ def schedules(script: ModuleType, cfg: Any, figure: Figure) -> str:
         more = {"tokens a step": cfg.batch_sequences * row.seq_len}
         more |= {"Muon: momentum": muon.momentum, "Muon: fast_share": muon.fast_share}
         for title, value in (more | row._asdict()).items():
-            of_many = dict(enumerate(value)) if isinstance(value, list) else value
+            of_many = {f"+{i}": it for i, it in enumerate(value, 1)} if isinstance(value, list) else value
             curves = of_many if isinstance(of_many, dict) else {"": value}
+            if title == "sampled_classes":
+                curves = {"": value or cfg.padded_vocab}
             for label, number in (
                 curves.items() if title not in ("step", "stage", "trains", "updates", "seq_len") else ()
             ):
                 values = panels.setdefault(title, {}).setdefault(str(label), [0.0] * cfg.num_iterations)
                 values[row.step] = float(getattr(number, "size", number))  # of a window its size
-    note = "Lines: ends of stages. sampled_classes: 0 is all.\nema_rates: when each row of emas is updated."
+    ends = [0, *script.stage_ends(cfg)]
+    note = f"Stages end at {', '.join(map(str, ends[1:]))}.\nema_rates: a line while a row of emas is updated."
     all_axes = subplots(figure, 80 * len(panels) + 90, len(panels), note=note)
     for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
         for color, (label, values) in zip(cycle(COLORS), curves.items(), strict=False):
             if title in ("tied", "ema_rates"):  # 0 between updates
                 on = [any(values[i : i + cfg.common_interval]) for i in range(len(values))]
-                values = curves[label] = [it * (int(label or 0) + 1) for it in on]
+                height = float(label or 1)
+                values = curves[label] = [height if it else height - 1 if title == "tied" else np.nan for it in on]
             axes.plot(values, color=color, label=label)
             named = f"{title} {label}".rstrip()
-            words.append(f"{named}: {values[0]:.6g}, at most {max(values):.6g}, at last {values[-1]:.6g}.")
-        ticks = [min(map(min, curves.values())), max(map(max, curves.values()))]
+            words.append(f"{named}: {values[0]:.6g}, at most {np.nanmax(values):.6g}, at last {values[-1]:.6g}.")
+        ticks = [np.nanmin([*curves.values()]), np.nanmax([*curves.values()])]
         axes.set_yticks(ticks, [f"{it:.3g}" if it < 1000 else f"{it:,.0f}" for it in ticks])
         axes.set_title(title, pad=5)
-        if len(curves) > 1:
+        if len(curves) > 1 and title != "ema_rates":
             axes.legend(bbox_to_anchor=(1, 1.03), ncols=5)
-    ends = [0, *script.stage_ends(cfg)]
     axes.set_xticks(ends, [str(it) if it == ends[-1] or ends[-1] - it > 100 else "" for it in ends])
     axes.set(xlim=(0, ends[-1]), xlabel="step")
     return f"Stages end at steps {', '.join(map(str, ends[1:]))}. {' '.join(words)}"
@@ -251,9 +255,11 @@ def masks(script: ModuleType, cfg: Any, figure: Figure) -> str:
             script.Pointer(small)(torch.ones(len(starts), cfg.model_dim), inputs)
     for call in made.call_args_list:
         cases.append((f"pointer, blocks of {small.pointer_block}", call.args[0], call.kwargs["extra_mask_mod"]))
-    note = f"Rows: queries. Columns: keys. Frames: blocks of {BLOCK},\nfull if shaded. Orange: equal to the next token."
+    note = f"""Documents of {DOCUMENTS} tokens; in pairs each is two positions.
+Rows: queries. Columns: keys. Frames: blocks of {BLOCK},
+full if shaded. Orange: equal to the next token."""
     rows = -(-len(cases) // 2)
-    all_axes = subplots(figure, 215 * rows + 60, rows, 2, note).flat
+    all_axes = subplots(figure, 215 * rows + 76, rows, 2, note).flat
     for axes, (title, start, condition) in zip(all_axes, cases, strict=False):
         n, blocks = len(start), script.causal_block_mask(start, BLOCK, condition)
         at, sees = torch.arange(n), script.causal_mask(start, condition)
@@ -298,8 +304,10 @@ def step(script: ModuleType, cfg: Any, figure: Figure) -> str:
     sequences, base = [SimpleNamespace(tokens=[0])] * (cfg.batch_sequences // 2), script.ShardedOptimizer
     with patch.object(base, "reduce", lambda it, **_: told("reduce", it)), patch.object(base, "update", update):
         script.Trainer.train_step(trainer, schedule, sequences, 0, 1)
-    note = "Blue: computed, of an update half by each rank.\nOrange: on the way to its owner, or back to all."
-    axes, labels, words = subplots(figure, 24 * len(rows) + 124, note=note), ["sequences, rank 0", "rank 1"], []
+    note = """Blue: computed; each rank updates its half.
+Orange: sums on the way to their owners, or new values
+back to all; of n-grams, the rows of the next steps."""
+    axes, labels, words = subplots(figure, 24 * len(rows) + 140, note=note), ["sequences, rank 0", "rank 1"], []
     for y, (of, events) in enumerate(rows.items(), 1):
         for (begin, what), (end, _) in pairwise([*events, (now, "")]):
             for rank in (0, 1) if what == "gradients" else ():
@@ -307,12 +315,14 @@ def step(script: ModuleType, cfg: Any, figure: Figure) -> str:
             if what in ("send", "fetch", "reduce", "gather", "update"):
                 box(axes, begin, y - 0.4, end - begin, 0.8, BLUE if what == "update" else ORANGE)
         if of != "rank 0":
-            first, *others = dict.fromkeys(group.name for group in getattr(of, "groups", [table.group]))
-            labels.append(f"{first} + {len(others)}" if others else first)
+            of_matrices = [name.rpartition(".")[2] for name in of.names] if getattr(of, "by_matrix", False) else []
+            names = [*dict.fromkeys(of_matrices or [group.name for group in getattr(of, "groups", [table.group])])]
+            labels.append(", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more")
             words.append(f"{labels[-1]}: {', '.join(what for _, what in events)}.")
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlim=(0, now), ylim=(len(labels) - 0.5, -0.6), xticks=[])
-    axes.set_title(f"step {schedule.step}{', head tied' * schedule.tied}: order, not time")
+    tied = ", with the head in embed" if schedule.tied else ""
+    axes.set_title(f"order, not time: step {schedule.step}{tied}")
     return " ".join(words)
 
 
@@ -332,7 +342,7 @@ def memory(script: ModuleType, cfg: Any, figure: Figure) -> str:
         for kind, size in [*counted.items(), ("sum", counted.total())]:
             sizes.setdefault(kind, []).append((color, size))
     note = "Not counted: activations, logits, and what\ncollectives and graphs keep."
-    return draw_dots(figure, [*sizes.items()], {ORANGE: "of 1 rank", BLUE: "of 8"}, "B", note)
+    return draw_dots(figure, [*sizes.items()], {ORANGE: "with 1 rank", BLUE: "each of 8"}, "B", note)
 
 
 def parameters(script: ModuleType, cfg: Any, figure: Figure) -> str:
@@ -381,10 +391,10 @@ def softcap(script: ModuleType, _: Any, figure: Figure) -> str:
         below.plot(z, slope, color=color)
         steepest = f"steepest at {z[slope.argmax()]:.2g}, with a slope of {slope.max():.2g}"
         words.append(f"{name}: 0 becomes {capped[160]:.3g}, {steepest}.")
-    above.set_title("logit with the softcap")
+    above.set_title("l, the logit with the softcap")
     above.legend(bbox_to_anchor=(1, 1.01), ncols=4)
     below.set_title("its slope")
-    below.set(xlabel="logit", xlim=(-40, 40))
+    below.set(xlabel="z, the logit", xlim=(-40, 40))
     return " ".join(words)
 
 
@@ -396,11 +406,11 @@ def newton_schulz(script: ModuleType, cfg: Any, figure: Figure) -> str:
         with patch.object(script, "NEWTON_SCHULZ", rows[:n]):
             after = script.zeropower_via_newtonschulz5(matrices, torch.float64)[:, 0, 0]
         axes.plot(s, after, color=(BLUE if n else SOFT, (n + 2) / (len(rows) + 2)))
-        axes.text(float(s[(after > 0.25).int().argmax()]) * 0.97, 0.25, str(n or ""), ha="right", va="bottom")
+        axes.text(float(s[(after > 0.25).int().argmax()]) * 0.97, 0.25, str(n), ha="right", va="bottom")
     axes.set(xscale="log", xlim=(1e-4, 1), ylim=(0, None), xlabel="singular value, of a matrix of norm 1")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_title(f"after 0 to {len(rows)} steps")
     last = after[s > 0.004]
+    axes.set_title(f"after 0 to {len(rows)} steps; at last {last.min():.2f} to {last.max():.2f} from 0.004 on")
     return f"After {len(rows)} steps singular values from 0.004 on are from {last.min():.5g} to {last.max():.5g}."
 
 

@@ -119,14 +119,14 @@ class Layout:
 
     A section of the tour stands beside the section of the script that has its name, which ends at the colon. A
     paragraph that is the first of its section to name some of this code opens a row: the code from there on, from the
-    first in the file if it names several. What follows, text and code, belongs to this row up to the next one. A
-    section that the script lacks has text alone.
+    first in the file if it names several, and the section's first row all from its beginning. What follows, text and
+    code, belongs to this row up to the next one. A section that the script lacks has text alone.
     """
 
     def __init__(self, tokens: Sequence[Token], script: str, top: Path):
         self.pieces, self.places, self.top = split_script(script), find_names(script), top
         self.problems, self.sections = list[str](), list[tuple[Any, str]]()  # anchor and title
-        self.named = list[Piece]()  # by a paragraph of their section
+        self.named, self.newest = list[Piece](), 0  # by a paragraph of their section, and the last row's first of them
         self.texts, self.starts = [list[Token]()], [0]  # of each row the text, and the first piece
         marks = [i for i, piece in enumerate(self.pieces) if piece.section] + [len(self.pieces)]
         sections = {self.pieces[a].section: range(a, b) for a, b in pairwise(marks)}
@@ -156,10 +156,12 @@ class Layout:
         lines = {line for text in texts for line in self.named_lines(text)}
         named = [piece for piece in self.pieces[section.start : section.stop] if lines & {*piece.names.values()}]
         if new := [piece for piece in named if piece not in self.named]:
+            is_first = bool(self.texts[-1]) and self.texts[-1][0].tag == "h2"
             self.named += new
             self.texts.append([])
-            self.starts.append(self.pieces.index(new[0]))
-            if self.starts[-1] < self.starts[-2]:
+            above, self.newest = self.newest, self.pieces.index(new[0])
+            self.starts.append(section.start if is_first else self.newest)
+            if self.newest < above:
                 self.tell(texts[0], f"{', '.join(new[0].names)} stands in train_gpt.py above what is named before")
 
     def tell(self, text: Token, problem: str) -> None:

@@ -16,7 +16,7 @@ CHANGES = {  # in a copy of the script, and the drawings in which they show
     "Layer(None, skip=3)": ("Layer(None)", "layers parameters"),
     "cooldown_frac: float = 0.8 ": ("cooldown_frac: float = 0.7 ", "schedules"),
     "windows=dict(short=768, long=1664)": ("windows=dict(short=900, long=1664)", "layers schedules masks"),
-    'Group("mlp_up", "Muon", "*.c_fc", lr_mul=MLP_LR_MUL': ('Group("up", "Muon", "*.c_fc", lr_mul=MLP_LR_MUL', "step"),
+    'Group("value_embeds", "Adam"': ('Group("values", "Adam"', "step parameters"),
     'EMA("value_embeds.*"': ('EMA("lm_head.weight embed.weight"', "memory"),
     "softcap_shift: float = 5.0": ("softcap_shift: float = 4.0", "softcap"),
     "(2.256537145403, -2.1668": ("(2.256537145403, -2.1768", "newton_schulz"),
