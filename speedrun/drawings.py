@@ -321,8 +321,7 @@ back to all; of n-grams, the rows of the next steps."""
             words.append(f"{labels[-1]}: {', '.join(what for _, what in events)}.")
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlim=(0, now), ylim=(len(labels) - 0.5, -0.6), xticks=[])
-    tied = ", with the head in embed" if schedule.tied else ""
-    axes.set_title(f"order, not time: step {schedule.step}{tied}")
+    axes.set_title(f"order, not time{'; head tied to embed' if schedule.tied else ''}")
     return " ".join(words)
 
 
