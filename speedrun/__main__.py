@@ -39,6 +39,7 @@ def command_submit(args: argparse.Namespace) -> None:
     """Make a record of a race's first script; if the second is in no record, it becomes one before, a form."""
     for folder in records.write_record(args.name, args.folder, records.RECORDS):
         say(f"{folder}: fill in its page and {records.INFO}; then verify, table and plot: docs/submit.md has the rest")
+        say("\n".join(records.verify_records([str(folder)], records.RECORDS)[0]))
 
 
 def command_verify(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ TITLES = """KellerJordan/modded-nanogpt: 8xH100 80GB
 to a loss of 3.28 on FineWeb; published, not measured here
 filled: ported, the script is here; hollow: it is not
 
-Ours, the preset nano: 2 cores of an AMD EPYC
+Ours, the preset nano: 2 CPU cores
 to a loss of 1.45 on PyTorch's Python sources; measured here
 line broken: times of two races do not compare""".split("\n\n")
 LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both

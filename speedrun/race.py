@@ -38,7 +38,7 @@ class Sample:
             self.p = float(ttest_1samp(values, target, alternative="less").pvalue)
 
     def __str__(self) -> str:
-        return f"n={self.n} mean {self.mean:.4f} sd {self.sd:.4f}"
+        return f"n={self.n} mean {self.mean:.4f}" + (f" sd {self.sd:.4f}" if self.n > 1 else "")
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:

@@ -101,7 +101,8 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
     path = find_record(name, root)
     if path.is_dir():
         return name_of(path), read_text(path / SCRIPT).rstrip("\n")
-    return str(path), script_in(path).rstrip("\n")
+    label = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path  # names no home folder
+    return str(label), script_in(path).rstrip("\n")
 
 
 def hash_of(folder: Path) -> str:
@@ -246,6 +247,8 @@ def verify(folder: Path, line: Sequence[Path], failures: list[str]) -> str:
     info = read_info(folder)
     if problem := missing_part(folder):
         failures.append(problem)
+    if info.kind in ("form", "milestone") and not info.evidence:
+        failures.append(f"{INFO}: a {info.kind} needs evidence; RULES.md says which")
     if info.ranked:
         return verify_runs(folder, info, line, failures)
     return f"not ranked: script and page; {source_of(info)}"
@@ -337,7 +340,11 @@ def write_record(name: str, raced: Path, root: Path) -> list[Path]:
     for new, _, _ in entries:
         if same := [folder for folder in folders if short_name(folder).lower() == new.lower()]:
             raise ToolError(f"{same[0]} is there: take another name, or remove it")
-    told = textwrap.indent(report(race), "    ") if race else "<say what you measured>"
+    told = "<say what you measured>"
+    if race:
+        command = f"python -m speedrun race {' '.join(script.name for script in race.scripts)} --pairs {race.pairs}"
+        command += f" --seed {race.seed} -- {' '.join(race.flags)}"
+        told = textwrap.indent(f"{command}    # {race.runs[0].hardware}\n\n{report(race)}", "    ")
     curves = [Log(path) for path in sorted(raced.glob("curve/*.txt"))]
     for new, kind, runs in entries:
         _, number, letter = place_in_line(line[-1]) if line else ("", 0, "")

@@ -19,7 +19,7 @@ from train_gpt import Hyperparameters
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md")]
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
-MADE_BY_RUNS = re.compile(r"(my|race|record|config)\.(py|json)|profile\.txt|(logs|data/(nano|own|fineweb10B))/.*")
+MADE_BY_RUNS = re.compile(r"(my|a|b|race|record|config)\.(py|json)|profile\.txt|(logs|data/(nano|own|fineweb10B))/.*")
 TOOLS = [ROOT / "sample.py", ROOT / "test.sh", *ROOT.glob("speedrun/*.py"), *ROOT.glob("data/*.py")]
 TOOLS += [ROOT / "tests" / "fake_gpu.py"]
 FLAGS = {f"--{no}{field.name}" for field in dataclasses.fields(Hyperparameters) for no in ("", "no-")}
