@@ -112,6 +112,7 @@ def test_verify_names_the_fault_of_a_log(tool):
         edit(path, old, new)
         code, out, _ = tool("verify", "Fast")
         assert (code, bool(re.search(f"FAIL nano/02_Fast: .*{message}", out))) == (1, True), (message, out)
+    assert "that verify refuses:\nFAIL nano/02_Fast: " in tool("table")[2]
     edit("records/nano/01_BeforeFast/runs.txt", "(?s)(==> .*?)==> .*", r"\1")
     assert tool("verify", "BeforeFast")[1].startswith("ok nano/01_BeforeFast: n=1"), "a form needs no p"
 
