@@ -1,6 +1,7 @@
 """Write the script beside its explanation and the line of records as static pages: no server, no network."""
 
 import ast
+import contextlib
 import functools
 import itertools
 import json
@@ -185,6 +186,8 @@ class Site:
         for name in {*old} - {*names}:
             if (output / name).resolve().is_relative_to(output.resolve()):
                 (output / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it holds other files
+                    (output / name).parent.rmdir()
         for place, content in self.files.items():
             (output / place).parent.mkdir(parents=True, exist_ok=True)
             (output / place).write_bytes(content)

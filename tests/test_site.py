@@ -113,6 +113,7 @@ def test_pages_hold_figures_and_links_lead_where_they_do_on_github(root: Path, t
     (root / "gpt2/18_SoftCap").rename(root / "gpt2/18_Renamed")
     assert site.write_site(root, folder) == sum(path.is_file() for path in folder.rglob("*")) - 2, "and the list"
     assert "18_SoftCap" not in (folder / site.FILES).read_text()
+    assert not (folder / "records/gpt2/18_SoftCap").exists()
     (root / "gpt2/18_Renamed").rename(root / "gpt2/18_SoftCap")
     site.write_site(root, folder)
     assert capsys.readouterr().err == ""
