@@ -97,7 +97,7 @@ class Run:
     seed: int
     val_loss: float
     train_time: float
-    preset: str
+    preset: str | None
     is_on_track: bool  # it read the tokens of its track
     val_sha256: str | None
     hardware: str | None
@@ -156,7 +156,8 @@ class Race:
         losses = difference([run.val_loss for run in a], [run.val_loss for run in b])
         ratio = {key: round(math.exp(x), 6) for key, x in zip(("ratio", "low", "high"), times, strict=False)}
         loss = {key: round(x, 6) for key, x in zip(("difference", "low", "high"), losses, strict=False)}
-        slack = TRACKS[a[0].preset].slack if a[0].preset in TRACKS else 0
+        track = TRACKS.get(a[0].preset or "")
+        slack = track.slack if track else 0
         result = verdict(self.pairs, ratio, loss, slack)
         return dict(newer=newer, older=older, n=self.pairs, train_time=ratio, val_loss=loss, verdict=result)
 
@@ -204,8 +205,8 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     run = Log(log)
     if run.problem:
         raise ToolError(f"{log}: {run.problem}")
-    read = str(run.track), run.other_tokens is None, run.val_sha256
-    return Run(script, seed, run.val_loss, run.train_time, *read, run.hardware)
+    is_on_track = run.other_tokens is None
+    return Run(script, seed, run.val_loss, run.train_time, run.track, is_on_track, run.val_sha256, run.hardware)
 
 
 def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
@@ -256,12 +257,11 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
 def report(race: Race) -> str:
     """Say how the runs of the first script stand to their track's target, and how any two scripts differ."""
     runs, lines = race.runs_of(0), list[str]()
-    if track := TRACKS.get(runs[0].preset):
-        sample, name = Sample([run.val_loss for run in runs], track.target), race.scripts[0].name
-        against = f"p={sample.p:.2g} against {track.target}"
-        if not all(run.is_on_track for run in race.runs):
-            against = "of other tokens than the track's, which has a target"
-        lines.append(f"{name}: {sample}, {against}")
+    if track := TRACKS.get(runs[0].preset or ""):
+        sample = Sample([run.val_loss for run in runs], track.target)
+        is_on_track = all(run.is_on_track for run in race.runs)
+        result = f"p={sample.p:.2g} against {track.target}" if is_on_track else "no target: of other tokens"
+        lines.append(f"{race.scripts[0].name}: {sample}, {result}")
     lines.append(f"{race.pairs} pairs from seed {race.seed} on, 95% intervals")
     for comparison in race.comparisons:
         newer, older = (race.scripts[comparison[which]] for which in ("newer", "older"))

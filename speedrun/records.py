@@ -152,21 +152,19 @@ def lineage(root: Path) -> list[Path]:
 
 
 def record_before(folder: Path, line: Sequence[Path]) -> Path | None:
-    """Return what a record's ideas are compared with: the one before in its line, if ranked the one on its board."""
+    """Return what a record is compared with: the one before in its line, or before a ranked one on its board."""
     older = [it for it in line if it.parent == folder.parent and place_in_line(it) < place_in_line(folder)]
-    if read_info(folder).ranked:
-        board = board_of(read_logs(folder)[0])
-        older = [it for it in older if read_info(it).ranked and board_of(read_logs(it)[0]) == board]
-    return older[-1] if older else None
+    if not read_info(folder).ranked:
+        return older[-1] if older else None
+    board, ranked = board_of(read_logs(folder)[0]), (it for it in reversed(older) if read_info(it).ranked)
+    return next((it for it in ranked if board_of(read_logs(it)[0]) == board), None)
 
 
-def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] | None:
-    """Return the record before a ranked one, their race and comparison; None for the first, and a form without a race.
+def race_against(older: Path, folder: Path, line: Sequence[Path]) -> tuple[Race, dict] | None:
+    """Return the race of a ranked record against the one before, and their comparison; None for a form without a race.
 
     A race lies with the newest record that it has a script of.
     """
-    if not (older := record_before(folder, line)):
-        return None
     hashes = [hash_of(folder), hash_of(older)]
     behind = [it for it in line if it.parent == folder.parent and place_in_line(it) > place_in_line(folder)]
     for path in [it / RACE for it in (folder, *behind) if (it / RACE).is_file()]:
@@ -176,7 +174,7 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
         if [(run.seed, run.script) for run in race.runs] != race.order:
             raise ToolError(f"{path}: {len(race.runs)} runs, not {race.pairs} of each script in turn; finish the race")
         race.check(path)
-        return older, race, race.compare(*map(race.hashes.index, hashes))
+        return race, race.compare(*map(race.hashes.index, hashes))
     if read_info(folder).kind == "form":
         return None
     raise ToolError(f"no {RACE} has its script and that of {name_of(older)}; race both as they are")
@@ -225,14 +223,15 @@ def verify_runs(folder: Path, info: RecordInfo, line: Sequence[Path], failures: 
         failures.append(f"mean {sample.mean:.4f} is above the target {target}; train better or longer")
     elif info.kind != "form" and not sample.p < ALPHA:
         failures.append(f"n too small: p={sample.p:.2g} is not below {ALPHA} at n={sample.n}; race with more pairs")
-    older = record_before(folder, line)
-    if older and info.kind == "idea" and not info.evidence:  # which names another script that it changed
+    if not (older := record_before(folder, line)):
+        return result
+    if info.kind == "idea" and not info.evidence:  # which names another script that it changed
         changed = max(diff(*(read_script(str(it), folder.parent) for it in (older, folder)))[1:])
         if changed > MOST_LINES:
             failures.append(f"changes {changed} lines of {name_of(older)}, {MOST_LINES} at most: race what it changed")
-    if not (raced := race_before(folder, line)):
+    if not (raced := race_against(older, folder, line)):
         return result
-    older, race, comparison = raced
+    race, comparison = raced
     outcome = f"{summary(comparison)}, against {name_of(older)}"
     if info.kind == "idea" and comparison["verdict"] != "faster":  # a public record gained elsewhere
         failures.append(f"{RACE}: {outcome}")
@@ -401,12 +400,12 @@ def leaderboards(root: Path) -> str:
         if not info.ranked:
             untimed.setdefault(folder.parent.name, []).append([link(folder), cell(info.what), source_of(info)])
             continue
-        logs, raced = read_logs(folder), race_before(folder, line)
+        logs, older = read_logs(folder), record_before(folder, line)
         board = board_of(logs[0])
-        ratio = "not raced" if board in products else ""
+        ratio = "not raced" if older else ""
         products.setdefault(board, 1.0)
-        if raced:
-            times = raced[2]["train_time"]
+        if older and (raced := race_against(older, folder, line)):
+            times = raced[1]["train_time"]
             ratio, products[board] = interval(times, ".3f"), products[board] * times["ratio"]
         boards.setdefault(board, []).append(board_row(folder, logs, ratio, products[board]))
         machines.setdefault(board, set()).update(log.hardware or "hardware that no log states" for log in logs)

@@ -87,7 +87,8 @@ class Record:
         self.authors = sorted({*re.findall(r"(?<!\w)@[\w.-]*\w", read_text(folder / records.PAGE))}, key=str.lower)
         self.public = public.get(self.info.evidence)
         self.lines = len(data["scripts"][self.key])
-        if before := records.record_before(folder, line):
+        before = records.record_before(folder, line)
+        if before:
             self.before = records.name_of(before)
             equal = sum(length for *_, length in data["pairs"][f"{self.before} {self.key}"])
             self.removed, self.added = len(data["scripts"][self.before]) - equal, self.lines - equal
@@ -99,7 +100,7 @@ class Record:
             self.steps = logs[0].num_steps
             self.loss = race.Sample([log.val_loss for log in logs])
             self.seconds = race.Sample([log.train_time / 1000 for log in logs])
-            self.race = records.race_before(folder, line)
+            self.race = records.race_against(before, folder, line) if before else None
             processor, cores = str(logs[0].hardware).partition(",")[0], self.track.max_threads
             self.standing = f"measured here on {processor}" + (f", {cores} cores" if cores else "")
 

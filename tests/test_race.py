@@ -216,7 +216,7 @@ def test_a_script_races_the_root_and_other_tokens_have_no_target(tool, monkeypat
     Path("root").mkdir()
     shutil.copy("slow.py", "root/train_gpt.py")
     out = tool("race", "fast.py", "--pairs", 1, *NANO, "--val_tokens", "8192")[1]
-    assert "n=1 mean 1.4220, of other tokens than the track's" in out
+    assert "n=1 mean 1.4220, no target: of other tokens" in out
     assert "fast.py against root/train_gpt.py: screen of 1 pair: no interval: train time 0.6" in out
 
 
